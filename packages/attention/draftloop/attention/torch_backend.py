@@ -1,0 +1,89 @@
+"""Tree attention by torch's scaled_dot_product_attention: the reference, and what the CPU platform runs."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from draftloop.attention.interface import TreeAttention, TreeBatch
+
+
+def visible_mask(batch: TreeBatch) -> torch.Tensor | None:
+    """[B, N, L] bool, True where node i of request b may see column j; None when every node sees every column.
+
+    kv_lens = 5, N = 2, L = 6, tree_mask = [[1,0],[0,1]] (two siblings)
+
+    column    0 1 2 | 3 4 | 5
+              prefix  nodes padding
+    node 0    1 1 1   1 0   0
+    node 1    1 1 1   0 1   0
+    """
+    num_requests, longest = batch.kv_indices.shape
+    nodes = batch.num_nodes
+    column = torch.arange(longest, device=batch.kv_lens.device)
+    prefix = batch.kv_lens - nodes
+    if nodes == 1:
+        mask = column < batch.kv_lens[:, None]
+        return None if bool(mask.all()) else mask[:, None]
+    if batch.tree_mask is None:
+        last = prefix[:, None] + torch.arange(nodes, device=prefix.device)
+        return column <= last[:, :, None]
+    mask = (column < prefix[:, None])[:, None].expand(num_requests, nodes, longest).clone()
+    node_columns = prefix[:, None] + torch.arange(nodes, device=prefix.device)
+    mask.scatter_(2, node_columns[:, None].expand(num_requests, nodes, nodes), batch.tree_mask)
+    return mask
+
+
+class TorchTreeAttention(TreeAttention):
+    """Gathers each request's keys and values, folds grouped heads into rows, and calls SDPA once for the batch."""
+
+    def __init__(self, num_heads: int, num_kv_heads: int) -> None:
+        self.group = num_heads // num_kv_heads
+        self._batch: TreeBatch | None = None
+        self._bias: torch.Tensor | None = None
+
+    def plan(self, batch: TreeBatch) -> None:
+        self._batch = batch
+        mask = visible_mask(batch)
+        # Rows of one node's query heads are neighbours after folding, so each mask row repeats `group` times.
+        self._bias = None if mask is None else mask.repeat_interleave(self.group, 1)[:, None]
+
+    def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scale: float) -> torch.Tensor:
+        batch = self._batch
+        if batch is None:
+            raise RuntimeError("TorchTreeAttention.run called before plan")
+        num_requests, longest = batch.kv_indices.shape
+        slots = batch.kv_indices.reshape(-1)
+        heads, size = q.shape[1], q.shape[2]
+        kv_heads = k_cache.shape[1]
+        # [S, hk, d] -> [B, hk, L, d]
+        k = k_cache[slots].view(num_requests, longest, kv_heads, size).transpose(1, 2)
+        v = v_cache[slots].view(num_requests, longest, kv_heads, size).transpose(1, 2)
+        rows = batch.num_nodes * self.group
+        folded = q.view(num_requests, batch.num_nodes, kv_heads, self.group, size).transpose(1, 2)
+        out = F.scaled_dot_product_attention(
+            folded.reshape(num_requests, kv_heads, rows, size), k, v, attn_mask=self._bias, scale=scale
+        )
+        out = out.view(num_requests, kv_heads, batch.num_nodes, self.group, size).transpose(1, 2)
+        return out.reshape(-1, heads, size)
+
+
+def causal_extend(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """One request's prefill: its last T of len(slots) positions attend causally.
+
+    q: [T, h, d]; slots: [L] int64, the request's slots in order, T new ones last. Returns [T, h, d].
+    """
+    new, total = q.shape[0], slots.shape[0]
+    group = q.shape[1] // k_cache.shape[1]
+    k = k_cache[slots].transpose(0, 1).repeat_interleave(group, 0)[None]
+    v = v_cache[slots].transpose(0, 1).repeat_interleave(group, 0)[None]
+    mask = None
+    if new != total:
+        column = torch.arange(total, device=q.device)
+        mask = column <= (total - new + torch.arange(new, device=q.device))[:, None]
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None], k, v, attn_mask=mask, is_causal=mask is None, scale=scale
+    )
+    return out[0].transpose(0, 1)

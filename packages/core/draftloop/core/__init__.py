@@ -1,0 +1,1 @@
+"""What every room shares: typed config, capture records, manifests, events and errors."""

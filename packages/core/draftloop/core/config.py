@@ -1,0 +1,165 @@
+"""The one config schema, `draftloop.yaml`, with dotted overrides and its resolved copy beside every run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from draftloop.core.errors import ConfigError
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class TargetConfig(_Section):
+    """The model whose output must not change."""
+
+    path: str = Field("smollm2", description="'smollm2' (embedded default) or an HF checkpoint folder")
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    context_length: int = Field(1024, ge=64)
+
+
+class DrafterConfig(_Section):
+    """The drafter's kind and shape."""
+
+    kind: Literal["eagle3"] = "eagle3"
+    checkpoint: Path | None = Field(None, description="start from this drafter instead of an untrained one")
+    draft_vocab_size: int = Field(4096, ge=16)
+    layer_ids: tuple[int, ...] | None = Field(None, description="target layers (outputs); None = the paper's choice")
+    intermediate_size: int | None = Field(None, description="MLP width; None = the target's")
+
+
+class ServerConfig(_Section):
+    """One SGLang worker."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    host: str = "127.0.0.1"
+    port: int | None = Field(None, ge=1, le=65535, description="None = any free port")
+    num_steps: int = Field(3, ge=1)
+    topk: int = Field(4, ge=1)
+    num_draft_tokens: int = Field(8, ge=2)
+    max_running_requests: int = Field(16, ge=1)
+    max_total_tokens: int = Field(20480, ge=512)
+    chunked_prefill_size: int = Field(512, ge=64)
+    threads: int | None = Field(None, ge=1, description="CPU threads; None = all cores")
+    start_timeout_s: float = 240.0
+
+
+class CaptureConfig(_Section):
+    """The tap and what keeps its records."""
+
+    ring_mib: int = Field(64, ge=1, description="shared-memory ring between scheduler and collector")
+    sample_rate: float = Field(1.0, ge=0.0, le=1.0)
+    buffer_mib: int = Field(1024, ge=1)
+    holdout_fraction: float = Field(0.1, gt=0.0, lt=0.5, description="records kept for the gate, never trained on")
+    domain_quota: float = Field(0.7, gt=0.0, le=1.0, description="largest share of the buffer one domain may hold")
+
+
+class TrainerConfig(_Section):
+    """The objective and its optimiser."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    ttt_steps: int = Field(3, ge=1)
+    ttt_decay: float = Field(0.8, gt=0.0, le=1.0)
+    learning_rate: float = Field(1e-3, gt=0.0)
+    warmup_steps: int = Field(20, ge=0)
+    weight_decay: float = Field(0.0, ge=0.0)
+    clip_norm: float = Field(0.5, gt=0.0)
+    ema_decay: float = Field(0.98, ge=0.0, lt=1.0)
+    batch_tokens: int = Field(1024, ge=32)
+    max_length: int = Field(1024, ge=32)
+    threads: int = Field(1, ge=1)
+
+
+class GateConfig(_Section):
+    """When a candidate may replace the serving drafter."""
+
+    every_seconds: float = Field(90.0, gt=0.0)
+    min_records: int = Field(4, ge=1)
+    min_gain: float = Field(0.01, description="smallest gain in expected accepted length")
+    max_eval_tokens: int = Field(4096, ge=64)
+
+
+class TrafficConfig(_Section):
+    """The online data generator."""
+
+    prompts: Path | None = Field(None, description="JSONL or Parquet with `messages` or `prompt`; None = built in")
+    concurrency: int = Field(16, ge=1)
+    max_new_tokens: int = Field(96, ge=1)
+    temperature: float = Field(0.0, ge=0.0)
+
+
+class DemoConfig(_Section):
+    """`draftloop demo`: how long, how much is measured."""
+
+    minutes: float = Field(18.0, gt=0.0, description="wall-clock budget of the whole command, set-up aside")
+    heldout_prompts: int = Field(32, ge=1)
+    heldout_tokens: int = Field(64, ge=8)
+    speed_prompts: int = Field(4, ge=1)
+    overhead_pairs: int = Field(4, ge=1)
+
+
+class Config(_Section):
+    """The whole of `draftloop.yaml`."""
+
+    seed: int = 0
+    target: TargetConfig = Field(default_factory=TargetConfig)
+    drafter: DrafterConfig = Field(default_factory=DrafterConfig)
+    server: ServerConfig = Field(default_factory=ServerConfig)
+    capture: CaptureConfig = Field(default_factory=CaptureConfig)
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
+    gate: GateConfig = Field(default_factory=GateConfig)
+    traffic: TrafficConfig = Field(default_factory=TrafficConfig)
+    demo: DemoConfig = Field(default_factory=DemoConfig)
+
+
+def load_config(path: Path | None, overrides: Iterable[str] = ()) -> Config:
+    """Read `path` (or the defaults) and apply `section.key=value` overrides.
+
+    Values are parsed as YAML. Raises ConfigError in one line.
+    """
+    raw: Any = {}
+    if path is not None:
+        try:
+            raw = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        except OSError as err:
+            raise ConfigError(f"cannot read config {path}: {err.strerror}") from None
+        except yaml.YAMLError as err:
+            raise ConfigError(f"{path} is not valid YAML: {' '.join(str(err).split())}") from None
+        if not isinstance(raw, dict):
+            raise ConfigError(f"{path} must hold a mapping of sections, not a {type(raw).__name__}")
+    for override in overrides:
+        _apply_override(raw, override)
+    try:
+        return Config.model_validate(raw)
+    except ValidationError as err:
+        first = err.errors()[0]
+        where = ".".join(str(p) for p in first["loc"])
+        raise ConfigError(f"config {where}: {first['msg']}") from None
+
+
+def _apply_override(raw: dict[str, Any], override: str) -> None:
+    dotted, eq, value = override.partition("=")
+    if not eq or not dotted:
+        raise ConfigError(f"override {override!r} must look like section.key=value")
+    *sections, key = dotted.split(".")
+    node = raw
+    for section in sections:
+        child = node.setdefault(section, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"override {override!r}: {section} is not a section")
+        node = child
+    try:
+        node[key] = yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise ConfigError(f"override {override!r}: the value is not valid YAML") from None
+
+
+def save_config(config: Config, path: Path) -> None:
+    """Write the resolved config; `load_config` reads it back unchanged."""
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")

@@ -1,0 +1,1 @@
+"""Drafters in plain torch: models, training losses, trees, verification and checkpoints."""

@@ -1,0 +1,235 @@
+"""Drafter checkpoints: the folder SGLang serves, with the manifest that says what it fits.
+
+    config.json                  what SGLang reads: architecture, shape, fused layer ids (outputs of layer i)
+    model.safetensors            every parameter, and the map `d2t`
+    draftloop_manifest.json      target, layers, vocabulary map, checksums, lineage
+
+A folder appears whole or not at all, and nothing is believed of it until every check has passed.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from draftloop.core.errors import CheckpointError
+from draftloop.core.manifest import (
+    Lineage,
+    Manifest,
+    TargetIdentity,
+    TensorEntry,
+    check_fits,
+    sha256_bytes,
+    vocab_map_sha256,
+)
+from draftloop.drafters.eagle3 import Eagle3Config, Eagle3Drafter
+from draftloop.drafters.vocab import check_draft_ids, ids_from_offsets
+
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+WEIGHTS_FILE = "model.safetensors"
+
+
+def save_drafter(
+    folder: Path,
+    config: Eagle3Config,
+    state: Mapping[str, Tensor],
+    *,
+    version: str,
+    parent: str | None,
+    target: TargetIdentity,
+    lineage: Lineage | None = None,
+    metrics: Mapping[str, float] | None = None,
+) -> Manifest:
+    """Write `state` (a drafter's state dict) to the new folder `folder`, atomically."""
+    if folder.exists():
+        raise CheckpointError(f"{folder} exists already; a drafter version is never overwritten")
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    _check_tensors(folder, config, tensors)
+    manifest = Manifest(
+        kind="eagle3",
+        version=version,
+        parent=parent,
+        target=target,
+        layer_ids=config.layer_ids,
+        draft_vocab_size=config.draft_vocab_size,
+        vocab_map_sha256=draft_map_sha256(ids_from_offsets(tensors["d2t"])),
+        dtype=_dtype_name(tensors["lm_head.weight"].dtype),
+        tensors={name: _entry(tensor) for name, tensor in sorted(tensors.items())},
+        lineage=lineage or Lineage(),
+        metrics=dict(metrics or {}),
+        created=time.time(),
+    )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        staging.chmod(0o755)
+        config_json = json.dumps(hf_config(config, manifest.dtype), indent=2) + "\n"
+        (staging / "config.json").write_text(config_json, encoding="utf-8")
+        save_file(tensors, staging / WEIGHTS_FILE)
+        manifest.save(staging)
+        staging.rename(folder)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return manifest
+
+
+def load_drafter(folder: Path) -> tuple[Eagle3Drafter, Manifest]:
+    """Load a checked drafter. Raises CheckpointError or ManifestError in one line."""
+    config, tensors, manifest = _read_checked(folder)
+    with torch.device("meta"):
+        drafter = Eagle3Drafter(config)
+    drafter.load_state_dict(tensors, assign=True)
+    return drafter, manifest
+
+
+def verify_checkpoint(
+    folder: Path, target: TargetIdentity, layer_ids: Iterable[int], vocab_map_sha256: str | None
+) -> Manifest:
+    """Make every check of `load_drafter`, and that the drafter fits this target and server."""
+    check_fits(Manifest.load(folder), target, layer_ids, vocab_map_sha256)
+    return _read_checked(folder)[2]
+
+
+def draft_map_sha256(draft_ids: Tensor) -> str:
+    """The manifest's hash of a draft vocabulary, [Vd] int64 target ids."""
+    return vocab_map_sha256(draft_ids.cpu().numpy())
+
+
+def hf_config(config: Eagle3Config, dtype: str) -> dict[str, Any]:
+    """The `config.json` from which SGLang builds `LlamaForCausalLMEagle3`."""
+    return {
+        "architectures": [ARCHITECTURE],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "max_position_embeddings": config.max_position_embeddings,
+        "vocab_size": config.vocab_size,
+        "draft_vocab_size": config.draft_vocab_size,
+        "tie_word_embeddings": False,
+        "torch_dtype": dtype,
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": list(config.layer_ids),
+            "use_aux_hidden_state": True,
+        },
+    }
+
+
+def parse_hf_config(folder: Path) -> Eagle3Config:
+    """The inverse of `hf_config`."""
+    path = folder / "config.json"
+    try:
+        raw = json.loads(path.read_bytes())
+        if raw["architectures"] != [ARCHITECTURE]:
+            raise CheckpointError(f"{path} describes {raw['architectures']}, not {ARCHITECTURE}")
+        return Eagle3Config(
+            hidden_size=raw["hidden_size"],
+            num_heads=raw["num_attention_heads"],
+            num_kv_heads=raw["num_key_value_heads"],
+            head_dim=raw["head_dim"],
+            intermediate_size=raw["intermediate_size"],
+            rms_norm_eps=raw["rms_norm_eps"],
+            rope_theta=raw["rope_theta"],
+            vocab_size=raw["vocab_size"],
+            draft_vocab_size=raw["draft_vocab_size"],
+            layer_ids=tuple(raw["eagle_config"]["eagle_aux_hidden_state_layer_ids"]),
+            max_position_embeddings=raw["max_position_embeddings"],
+        )
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} has no config.json: it is not a drafter checkpoint") from None
+    except KeyError as err:
+        raise CheckpointError(f"{path} lacks {err}; export the drafter again") from None
+    except ValueError:
+        raise CheckpointError(f"{path} is not valid JSON; export the drafter again") from None
+
+
+def tensor_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor a drafter of this shape stores."""
+    with torch.device("meta"):
+        return {name: tuple(tensor.shape) for name, tensor in Eagle3Drafter(config).state_dict().items()}
+
+
+def _read_checked(folder: Path) -> tuple[Eagle3Config, dict[str, Tensor], Manifest]:
+    manifest = Manifest.load(folder)
+    config = parse_hf_config(folder)
+    path = folder / WEIGHTS_FILE
+    try:
+        tensors = load_file(path)
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} has no {WEIGHTS_FILE}; export the drafter again") from None
+    except SafetensorError as err:
+        raise CheckpointError(f"{path} is damaged or cut short ({err}); export the drafter again") from None
+    if config.layer_ids != manifest.layer_ids:
+        raise CheckpointError(
+            f"{folder}: config.json fuses layers {list(config.layer_ids)}, the manifest says "
+            f"{list(manifest.layer_ids)}; export the drafter again"
+        )
+    _check_tensors(folder, config, tensors)
+    _check_against_manifest(folder, tensors, manifest)
+    return config, tensors, manifest
+
+
+def _check_tensors(folder: Path, config: Eagle3Config, tensors: Mapping[str, Tensor]) -> None:
+    shapes = tensor_shapes(config)
+    if missing := sorted(shapes.keys() - tensors.keys()):
+        raise CheckpointError(f"{folder}: tensor {missing[0]} is missing; export the drafter again")
+    if extra := sorted(tensors.keys() - shapes.keys()):
+        raise CheckpointError(f"{folder}: tensor {extra[0]} does not belong to an EAGLE-3 drafter")
+    dtype = tensors["lm_head.weight"].dtype
+    for name, tensor in tensors.items():
+        if tuple(tensor.shape) != shapes[name]:
+            raise CheckpointError(
+                f"{folder}: tensor {name} has shape {list(tensor.shape)}, its config.json asks for {list(shapes[name])}"
+            )
+        expected = torch.int64 if name == "d2t" else dtype
+        if tensor.dtype != expected or not (name == "d2t" or tensor.is_floating_point()):
+            raise CheckpointError(
+                f"{folder}: tensor {name} is {_dtype_name(tensor.dtype)}, not {_dtype_name(expected)}"
+            )
+        if not bool(torch.isfinite(tensor).all()):
+            raise CheckpointError(f"{folder}: tensor {name} holds NaN or infinite values; do not serve this drafter")
+    check_draft_ids(ids_from_offsets(tensors["d2t"]), config.vocab_size)
+
+
+def _check_against_manifest(folder: Path, tensors: Mapping[str, Tensor], manifest: Manifest) -> None:
+    for name, tensor in tensors.items():
+        entry = manifest.tensors.get(name)
+        if entry is None:
+            raise CheckpointError(f"{folder}: tensor {name} is not in the manifest; export the drafter again")
+        if entry.dtype != _dtype_name(tensor.dtype) or entry.shape != tuple(tensor.shape):
+            raise CheckpointError(
+                f"{folder}: tensor {name} is {_dtype_name(tensor.dtype)} {list(tensor.shape)}, the manifest says "
+                f"{entry.dtype} {list(entry.shape)}"
+            )
+        if entry.sha256 != _tensor_sha256(tensor):
+            raise CheckpointError(f"{folder}: the checksum of tensor {name} is wrong: the file changed after export")
+    if draft_map_sha256(ids_from_offsets(tensors["d2t"])) != manifest.vocab_map_sha256:
+        raise CheckpointError(f"{folder}: d2t is not the vocabulary map the manifest names; export the drafter again")
+
+
+def _entry(tensor: Tensor) -> TensorEntry:
+    return TensorEntry(shape=tuple(tensor.shape), dtype=_dtype_name(tensor.dtype), sha256=_tensor_sha256(tensor))
+
+
+def _tensor_sha256(tensor: Tensor) -> str:
+    return sha256_bytes(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,110 @@
+"""Every place where draftloop touches SGLang's code, checked before a server starts.
+
+SGLang only logs a hook that fails; an unhooked server would look healthy and teach nothing. So each hook names the
+parameters it relies on, `check` compares them with the installed SGLang, and `confirm_applied` looks at the result
+in the scheduler process. Either failure ends the server with one line.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from draftloop.core.errors import HookError
+from draftloop.sglang.tap import Tap
+
+TESTED_VERSIONS = ("0.5.23",)
+WORKER = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker"
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """target: dotted path in SGLang; parameters: the leading ones the hook reads; kind: HookType's name."""
+
+    target: str
+    parameters: tuple[str, ...]
+    kind: str
+    function: Callable[..., Any]
+
+
+def tap_hooks(tap: Tap) -> tuple[Hook, ...]:
+    """The hooks that feed `tap`."""
+    target_processors: set[int] = set()
+    most_tokens = 0
+
+    def mark_target(
+        _result: None, worker: Any, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any
+    ) -> None:
+        nonlocal most_tokens
+        target_processors.add(id(target_worker.model_runner.model.logits_processor))
+        most_tokens = worker.speculative_num_draft_tokens * target_worker.model_runner.max_running_requests
+
+    def see_last_hidden(processor: Any, input_ids: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> None:
+        if id(processor) in target_processors:
+            tap.see_last_hidden(hidden_states, most_tokens)
+
+    def prefill(worker: Any, batch: Any, target_hidden_states: Any, *args: Any, **kwargs: Any) -> None:
+        if not batch.forward_mode.is_idle():
+            tap.prefill(batch, target_hidden_states)
+
+    def verify(worker: Any, batch: Any, batch_result: Any, *args: Any, **kwargs: Any) -> None:
+        if not batch.forward_mode.is_idle():
+            from sglang.srt.runtime_context import get_serving
+
+            tap.verify(batch, batch_result, get_serving().weight_version)
+
+    def finish(req: Any, *args: Any, **kwargs: Any) -> None:
+        if req.finished():
+            reason = req.finished_reason.to_json()["type"]
+            tap.finish(req.rid, reason)
+
+    return (
+        Hook(
+            f"{WORKER}.__init__",
+            ("self", "server_args", "gpu_id", "nccl_port", "target_worker"),
+            "AFTER",
+            mark_target,
+        ),
+        Hook(
+            "sglang.srt.layers.logits_processor.LogitsProcessor.forward",
+            ("self", "input_ids", "hidden_states"),
+            "BEFORE",
+            see_last_hidden,
+        ),
+        Hook(f"{WORKER}._draft_extend_for_prefill", ("self", "batch", "target_hidden_states"), "BEFORE", prefill),
+        Hook(f"{WORKER}._draft_extend_for_decode", ("self", "batch", "batch_result"), "BEFORE", verify),
+        Hook("sglang.srt.mem_cache.common.release_kv_cache", ("req", "tree_cache"), "BEFORE", finish),
+    )
+
+
+def problem_with(hook: Hook) -> str | None:
+    """Why `hook` cannot be applied to the installed SGLang, or None."""
+    try:
+        target = pkgutil.resolve_name(hook.target)
+    except (ImportError, AttributeError) as err:
+        return f"does not exist ({err})"
+    found = tuple(inspect.signature(target).parameters)[: len(hook.parameters)]
+    if found != hook.parameters:
+        return f"takes ({', '.join(found)}), expected ({', '.join(hook.parameters)})"
+    return None
+
+
+def check(hooks: Sequence[Hook]) -> None:
+    """Raise HookError, naming the first hook whose target is missing or has another signature."""
+    for hook in hooks:
+        if problem := problem_with(hook):
+            raise HookError(
+                f"SGLang {version('sglang')}: hook target {hook.target} {problem}; "
+                f"tested with {', '.join(TESTED_VERSIONS)}: install one of these"
+            )
+
+
+def confirm_applied(hooks: Sequence[Hook]) -> None:
+    """Raise HookError when a hook's target is not wrapped (SGLang logs such failures and goes on)."""
+    for hook in hooks:
+        if not hasattr(pkgutil.resolve_name(hook.target), "__wrapped__"):
+            raise HookError(f"SGLang {version('sglang')}: hook {hook.target} was not applied in the scheduler process")

@@ -1,0 +1,177 @@
+"""One SGLang server process: how it is started on a CPU or a GPU, waited for, and stopped with its children."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import draftloop.sglang.cpu
+from draftloop.core.config import ServerConfig, TargetConfig
+from draftloop.core.errors import ServerError
+from draftloop.sglang.client import ServerClient
+from draftloop.sglang.platform import PLATFORM_NAME
+from draftloop.sglang.swap_loader import LOADER
+from draftloop.sglang.tap import TAP_ENV, TapSettings
+
+STANDIN = Path(draftloop.sglang.cpu.__file__).parent / "standin"
+_PR_SET_PDEATHSIG = 1
+_LOG_TAIL_BYTES = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """The drafter a server is born with. None of it in a server for plain decoding."""
+
+    checkpoint: Path
+    version: str
+
+
+def use_cuda(device: str) -> bool:
+    """Whether 'auto' | 'cpu' | 'cuda' means a GPU on this machine."""
+    import torch
+
+    return device == "cuda" or (device == "auto" and torch.cuda.is_available())
+
+
+def free_port(host: str, wanted: int | None) -> int:
+    """`wanted` if it can be bound, any free port for None. Raises ServerError in one line."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, wanted or 0))
+        except OSError as err:
+            raise ServerError(
+                f"port {wanted} on {host} cannot be used ({err.strerror}): choose another with server.port"
+            ) from None
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def server_command(
+    target: Path, target_config: TargetConfig, config: ServerConfig, port: int, speculation: Speculation | None
+) -> list[str]:
+    """The stock server's command line."""
+    cuda = use_cuda(config.device)
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(target)]
+    options: dict[str, object] = {
+        "host": config.host,
+        "port": port,
+        "device": "cuda" if cuda else "cpu",
+        "dtype": target_config.dtype,
+        "context-length": target_config.context_length,
+        "max-total-tokens": config.max_total_tokens,
+        "max-running-requests": config.max_running_requests,
+        "chunked-prefill-size": config.chunked_prefill_size,
+        "attention-backend": "flashinfer" if cuda else "draftloop_torch",
+        "custom-weight-loader": LOADER,
+        "log-level": "warning",
+    }
+    if not cuda:
+        options |= {"cuda-graph-backend-decode": "disabled", "cuda-graph-backend-prefill": "disabled"}
+    if speculation is not None:
+        options |= {
+            "speculative-algorithm": "EAGLE3",
+            "speculative-draft-model-path": speculation.checkpoint,
+            "speculative-num-steps": config.num_steps,
+            "speculative-eagle-topk": config.topk,
+            "speculative-num-draft-tokens": config.num_draft_tokens,
+            "weight-version": speculation.version,
+        }
+    for name, value in options.items():
+        command += [f"--{name}", str(value)]
+    return command
+
+
+def server_environment(config: ServerConfig, tap: TapSettings | None) -> dict[str, str]:
+    """The environment of a server process: platform, threads, tap. Ours is otherwise passed on."""
+    environment = dict(os.environ)
+    # A model or tokenizer is always a local folder here; a look-up at a hub would only cost a time-out.
+    environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if not use_cuda(config.device):
+        threads = config.threads or os.cpu_count() or 1
+        environment |= {
+            "SGLANG_PLATFORM": PLATFORM_NAME,
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "OMP_NUM_THREADS": str(threads),
+            # A thread that spins for its partner takes the core that the trainer, or the partner, needs.
+            "OMP_WAIT_POLICY": "passive",
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(STANDIN), environment.get("PYTHONPATH")])),
+        }
+    if tap is not None:
+        environment[TAP_ENV] = tap.model_dump_json()
+    return environment
+
+
+class ServerProcess:
+    """Start, wait, stop. The whole process group goes when `stop` is called or this process dies."""
+
+    def __init__(self, command: list[str], environment: dict[str, str], base_url: str, log: Path) -> None:
+        self.base_url = base_url
+        self.log = log
+        libc = ctypes.CDLL(None)
+
+        def die_with_parent() -> None:
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Return when the server answers. Raises ServerError with the reason from its log."""
+        deadline = time.monotonic() + timeout_s
+        with ServerClient(self.base_url) as client:
+            while not client.healthy():
+                if not self.alive:
+                    raise ServerError(f"the SGLang server did not start: {self.why_it_died()} (log: {self.log})")
+                if time.monotonic() > deadline:
+                    self.stop()
+                    raise ServerError(
+                        f"the SGLang server was not ready within {timeout_s:.0f} s: raise server.start_timeout_s, "
+                        f"or see {self.log}"
+                    )
+                time.sleep(0.25)
+
+    def why_it_died(self) -> str:
+        """The most telling line of the log: ours, else the last error."""
+        with self.log.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - _LOG_TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+        for line in lines:
+            if line.startswith("draftloop: "):
+                return line.removeprefix("draftloop: ")
+        errors = [line.strip() for line in lines if "Error" in line and not line.startswith(" ")]
+        return errors[-1] if errors else f"exit code {self._process.returncode}"
+
+    def stop(self) -> None:
+        """End the server and its children; returns when they are gone."""
+        try:
+            os.killpg(self._process.pid, signal.SIGTERM)
+            self._process.wait(timeout=5)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            pass
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()

@@ -1,0 +1,1 @@
+"""Prompts and the traffic made of them: loading, splitting, driving a server, measuring its answers."""
