@@ -177,6 +177,7 @@ def _target_folder(folder: Path, config: dict[str, object]) -> Path:
     (folder / "tokenizer.json").write_text("{}")
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "t"}))
     tensors = {"model.embed_tokens.weight": torch.ones(5, 3), "model.norm.weight": torch.full((3,), 2.0)}
+    tensors |= {f"model.layers.{i}.input_layernorm.weight": torch.full((3,), float(i)) for i in (1, 3, 33)}
     save_file(tensors, folder / "model.safetensors")
     return folder
 
@@ -197,10 +198,11 @@ def test_target_identity_sees_weights_and_config_but_not_where_they_lie(tmp_path
 
 
 def test_target_weights_fall_back_to_the_tied_head(tmp_path: Path) -> None:
-    folder = _target_folder(tmp_path / "t", {})
+    folder = _target_folder(tmp_path / "t", {"num_hidden_layers": 4})
     weights = load_target_weights(folder)
     assert weights.lm_head is weights.embedding
     assert weights.norm.tolist() == [2.0, 2.0, 2.0]
+    assert {n: t.tolist() for n, t in weights.last_layer.items()} == {"input_layernorm.weight": [3.0, 3.0, 3.0]}
     (folder / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"holds no \.safetensors"):
         load_target_weights(folder)

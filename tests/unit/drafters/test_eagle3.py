@@ -183,3 +183,23 @@ def test_untrained_is_reproducible_and_leaves_the_global_generator_alone(draft_i
     assert torch.equal(one.lm_head.weight, head[draft_ids])
     assert torch.equal(one.norm.weight, norm)
     assert torch.equal(one.draft_ids(), draft_ids)
+
+
+def test_the_last_layer_lands_on_the_feature_half(draft_ids: torch.Tensor) -> None:
+    head = torch.randn(VOCAB, HIDDEN)
+    layer = {
+        "self_attn.q_proj.weight": torch.randn(24, HIDDEN),
+        "self_attn.o_proj.weight": torch.randn(HIDDEN, 24),
+        "input_layernorm.weight": torch.rand(HIDDEN),
+        "mlp.up_proj.weight": torch.randn(99, HIDDEN),
+        "self_attn.q_proj.bias": torch.randn(24),
+    }
+    lens = Eagle3Drafter.untrained(TINY, draft_ids, head, None, seed=7).midlayer
+    mid = Eagle3Drafter.untrained(TINY, draft_ids, head, None, seed=7, last_layer=layer).midlayer
+    assert torch.equal(mid.self_attn.q_proj.weight[:, HIDDEN:], layer["self_attn.q_proj.weight"])
+    assert torch.equal(mid.self_attn.q_proj.weight[:, :HIDDEN], lens.self_attn.q_proj.weight[:, :HIDDEN])
+    assert torch.equal(mid.self_attn.o_proj.weight, layer["self_attn.o_proj.weight"])
+    assert torch.equal(mid.hidden_norm.weight, layer["input_layernorm.weight"])
+    assert torch.equal(mid.input_layernorm.weight, torch.ones(HIDDEN))
+    # Another width: random, as before.
+    assert torch.equal(mid.mlp.up_proj.weight, lens.mlp.up_proj.weight)

