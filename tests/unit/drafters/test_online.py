@@ -11,7 +11,6 @@ import torch
 from draftloop.core.records import CaptureRecord
 from draftloop.drafters.batch import collate
 from draftloop.drafters.eagle3 import Eagle3Config, Eagle3Drafter
-from draftloop.drafters.eagle3_loss import TttSettings
 from draftloop.drafters.metrics import expected_accepted_length, prepare_holdout
 from draftloop.drafters.online import OnlineSettings, OnlineTrainer, StepReport
 from draftloop.drafters.target import FrozenTarget
@@ -68,8 +67,7 @@ def test_warm_up_then_constant(draft_ids: torch.Tensor, frozen: FrozenTarget) ->
 
 def test_batches_that_teach_nothing_or_hold_nan_touch_no_weight(draft_ids: torch.Tensor, frozen: FrozenTarget) -> None:
     drafter = Eagle3Drafter.untrained(TINY, draft_ids, frozen.lm_head, None, seed=0)
-    settings = OnlineSettings(ttt=TttSettings(generated_only=True))
-    trainer = OnlineTrainer(drafter, frozen, settings, seed=0)
+    trainer = OnlineTrainer(drafter, frozen, OnlineSettings(), seed=0)
     before = trainer.drafter.state_dict()["fc.weight"].clone()
     prompt_only, broken = make_record(6, 50, 0), make_record(6, 2, 0)
     broken.fused[3] = np.nan

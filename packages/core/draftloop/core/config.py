@@ -44,7 +44,7 @@ class ServerConfig(_Section):
     topk: int = Field(4, ge=1)
     num_draft_tokens: int = Field(8, ge=2)
     max_running_requests: int = Field(16, ge=1)
-    max_total_tokens: int = Field(20480, ge=512)
+    max_total_tokens: int = Field(16384, ge=512)
     chunked_prefill_size: int = Field(512, ge=64)
     threads: int | None = Field(None, ge=1, description="CPU threads; None = all cores")
     start_timeout_s: float = 240.0
@@ -71,7 +71,7 @@ class TrainerConfig(_Section):
     weight_decay: float = Field(0.0, ge=0.0)
     clip_norm: float = Field(0.5, gt=0.0)
     ema_decay: float = Field(0.98, ge=0.0, lt=1.0)
-    batch_tokens: int = Field(1024, ge=32)
+    batch_tokens: int = Field(512, ge=32, description="small steps learn most per second on a CPU")
     max_length: int = Field(1024, ge=32)
     threads: int = Field(1, ge=1)
 
@@ -90,7 +90,7 @@ class TrafficConfig(_Section):
 
     prompts: Path | None = Field(None, description="JSONL or Parquet with `messages` or `prompt`; None = built in")
     concurrency: int = Field(16, ge=1)
-    max_new_tokens: int = Field(96, ge=1)
+    max_new_tokens: int = Field(160, ge=1)
     temperature: float = Field(0.0, ge=0.0)
 
 

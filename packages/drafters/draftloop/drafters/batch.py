@@ -16,7 +16,7 @@ class Batch:
     """Padded spans; row t of every field belongs to token t of the span.
 
     token_ids: [B, T] int64.  fused: [B, T, K*H].  last_hidden: [B, T, H].  lengths: [B] int64, valid rows.
-    generated: [B, T] bool, True where the row's target logits speak about a generated token.
+    generated: [B, T] bool, True where the row's target logits speak about a generated token (padding: False).
 
         token        p0   p1   p2 | a0   a1   <end>        prompt of 3, answer of 3
         generated     .    .    T    T    T    T           row 2 predicts a0
@@ -31,10 +31,6 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return int(self.lengths.sum())
-
-    def valid(self) -> Tensor:
-        """[B, T] bool: rows that are not padding."""
-        return torch.arange(self.token_ids.shape[1], device=self.lengths.device) < self.lengths[:, None]
 
 
 def collate(

@@ -56,9 +56,8 @@ def prepare_holdout(
     for begin in range(0, len(ordered), 4):
         group = ordered[begin : begin + 4]
         batch = collate(group, max_length, device)
-        scored = batch.valid() & batch.generated
         greedy = torch.full_like(batch.token_ids, -1)
-        greedy[scored] = target.greedy_tokens(batch.last_hidden[scored])
+        greedy[batch.generated] = target.greedy_tokens(batch.last_hidden[batch.generated])
         batches.append((batch, tuple(record.domain for record in group), greedy))
     return Holdout(tuple(batches))
 
@@ -92,7 +91,7 @@ def _step_hits(
     The first row that predicts a generated token teaches in training, but serving never drafts its token (the
     prefill gives it), so scoring begins one row later.
     """
-    scored = batch.valid() & batch.generated
+    scored = batch.generated.clone()
     scored[:, 1:] &= batch.generated[:, :-1]
     steps = len(topk)
     unrolled = unroll_from(scored, steps)

@@ -16,6 +16,7 @@ from pathlib import Path
 import draftloop.sglang.cpu
 from draftloop.core.config import ServerConfig, TargetConfig
 from draftloop.core.errors import ServerError
+from draftloop.drafters.device import use_cuda
 from draftloop.sglang.client import ServerClient
 from draftloop.sglang.platform import PLATFORM_NAME
 from draftloop.sglang.swap_loader import LOADER
@@ -32,13 +33,6 @@ class Speculation:
 
     checkpoint: Path
     version: str
-
-
-def use_cuda(device: str) -> bool:
-    """Whether 'auto' | 'cpu' | 'cuda' means a GPU on this machine."""
-    import torch
-
-    return device == "cuda" or (device == "auto" and torch.cuda.is_available())
 
 
 def free_port(host: str, wanted: int | None) -> int:

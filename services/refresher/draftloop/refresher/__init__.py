@@ -1,1 +1,1 @@
-"""draftloop.refresher"""
+"""The control loop: records to the trainer, candidates through the gate, promoted drafters into the fleet."""

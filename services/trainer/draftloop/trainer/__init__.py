@@ -1,1 +1,1 @@
-"""draftloop.trainer"""
+"""The trainer: a Ray actor that learns from captured records and makes candidates."""

@@ -1,0 +1,93 @@
+"""The consumer's end of the tap: a thread that turns ring messages into records and holds a bounded number of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from draftloop.capture.assembler import Assembler
+from draftloop.capture.ring import RingReader
+from draftloop.capture.wire import DamagedMessageError, decode
+from draftloop.core.records import CaptureRecord
+
+_IDLE_PAUSE_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class CollectorCounts:
+    """records: whole records collected.  tokens: positions in them.  records_dropped: lost whole, because the ring
+    or this collector was full.  damaged: messages that failed their checksum."""
+
+    records: int = 0
+    tokens: int = 0
+    records_dropped: int = 0
+    damaged: int = 0
+
+
+class Collector:
+    """Reads the ring `name` until closed. When `max_bytes` of records wait to be taken, new ones are dropped."""
+
+    def __init__(self, name: str, max_bytes: int) -> None:
+        self._reader = RingReader.attach(name)
+        self._assembler = Assembler()
+        self._max_bytes = max_bytes
+        self._waiting: deque[CaptureRecord] = deque()
+        self._waiting_bytes = 0
+        self._records = self._tokens = self._overflow = self._damaged = 0
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="draftloop-collector", daemon=True)
+        self._thread.start()
+
+    def take(self, most: int) -> list[CaptureRecord]:
+        """Up to `most` records, oldest first; they are the caller's now."""
+        with self._lock:
+            taken = [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
+            self._waiting_bytes -= sum(record.nbytes for record in taken)
+        return taken
+
+    def counts(self) -> CollectorCounts:
+        with self._lock:
+            dropped = self._assembler.counts.dropped + self._overflow
+            return CollectorCounts(self._records, self._tokens, dropped, self._damaged)
+
+    def close(self) -> None:
+        """Read what is left in the ring, close open requests, stop."""
+        self._closing.set()
+        self._thread.join()
+        self._reader.close()
+
+    def _run(self) -> None:
+        while True:
+            closing = self._closing.is_set()
+            if self._read_one():
+                continue
+            if closing:
+                self._keep(self._assembler.drain())
+                return
+            self._keep(self._assembler.expire())
+            time.sleep(_IDLE_PAUSE_S)
+
+    def _read_one(self) -> bool:
+        data = self._reader.read()
+        if data is None:
+            return False
+        try:
+            self._keep(self._assembler.feed(decode(data)))
+        except DamagedMessageError:
+            with self._lock:
+                self._damaged += 1
+        return True
+
+    def _keep(self, records: list[CaptureRecord]) -> None:
+        with self._lock:
+            for record in records:
+                if self._waiting_bytes + record.nbytes > self._max_bytes:
+                    self._overflow += 1
+                    continue
+                self._waiting.append(record)
+                self._waiting_bytes += record.nbytes
+                self._records += 1
+                self._tokens += record.num_tokens

@@ -1,0 +1,71 @@
+"""The folder of one run: what lies where, and that it can be written before anything starts."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from draftloop.core.errors import DraftloopError
+from draftloop.core.summary import SUMMARY_FILE
+
+NEEDED_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """events.jsonl, config.yaml, summary.json, report.html, checkpoints/vN, records.bin, the servers' logs."""
+
+    root: Path
+
+    @property
+    def events(self) -> Path:
+        return self.root / "events.jsonl"
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.yaml"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def records(self) -> Path:
+        return self.root / "records.bin"
+
+    def log(self, server: str) -> Path:
+        return self.root / f"server-{server}.log"
+
+    def newest_checkpoint(self) -> Path | None:
+        """The checkpoint with the highest version number."""
+        folders = [folder for folder in self.checkpoints.glob("v*") if folder.name[1:].isdigit()]
+        return max(folders, key=lambda folder: int(folder.name[1:]), default=None)
+
+
+def open_run_folder(root: Path, resume: bool) -> RunFolder:
+    """Make the folder ready. An earlier run's is moved aside, never overwritten, unless it is resumed.
+
+    Raises DraftloopError in one line when it cannot be written, the disk is full, or there is nothing to resume.
+    """
+    folder = RunFolder(root)
+    try:
+        if resume:
+            if folder.newest_checkpoint() is None:
+                raise DraftloopError(f"{root} holds no checkpoint to resume from: start without --resume")
+        elif (root / SUMMARY_FILE).exists() or folder.events.exists():
+            root.rename(root.with_name(f"{root.name}.{time.strftime('%Y%m%d-%H%M%S')}"))
+        folder.checkpoints.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root):
+            pass
+        free = shutil.disk_usage(root).free
+    except OSError as err:
+        raise DraftloopError(f"cannot write to {root}: {err.strerror}; choose another folder with --out") from None
+    if free < NEEDED_BYTES:
+        raise DraftloopError(
+            f"only {free >> 20} MiB are free for {root} and a run needs about {NEEDED_BYTES >> 20}: free some space "
+            "or choose another folder with --out"
+        )
+    return folder

@@ -1,0 +1,131 @@
+"""One SGLang server and what belongs to it: its process, its tap's records, its hot swaps. A Ray actor."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+
+from draftloop.capture.collector import Collector, CollectorCounts
+from draftloop.capture.ring import RingOwner
+from draftloop.core.config import Config
+from draftloop.core.errors import HookError, ServerError
+from draftloop.core.manifest import Manifest
+from draftloop.core.records import CaptureRecord
+from draftloop.fleet.stall import StallProbe
+from draftloop.sglang.client import ServerClient
+from draftloop.sglang.server import (
+    ServerProcess,
+    Speculation,
+    free_port,
+    server_command,
+    server_environment,
+)
+from draftloop.sglang.swap import ServingSlot, SwapReport, swap
+from draftloop.sglang.tap import TapSettings
+
+# Our own measurements and probes travel under this domain; they are never captured.
+UNCAPTURED_DOMAIN = "heldout"
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSwap:
+    """A finished swap. stall_ms: as a streaming client saw it, None when the probe got no tokens."""
+
+    report: SwapReport
+    stall_ms: float | None
+
+
+class Worker:
+    """Start one server, with a drafter (and a tap) or for plain decoding, and stop it without a trace."""
+
+    def __init__(self, target: Path, config: Config, log: Path) -> None:
+        self._target = target
+        self._config = config
+        self._log = log
+        self._server: ServerProcess | None = None
+        self._client: ServerClient | None = None
+        self._ring: RingOwner | None = None
+        self._collector: Collector | None = None
+        self._serving: Manifest | None = None
+
+    def start(self, drafter: Path | None) -> str:
+        """Start the server and return its URL when it answers. drafter: checkpoint folder, None for plain decoding.
+
+        Raises ServerError or HookError in one line; nothing is left running then.
+        """
+        server = self._config.server
+        port = free_port(server.host, server.port)
+        speculation, tap = None, None
+        if drafter is not None:
+            self._serving = Manifest.load(drafter)
+            speculation = Speculation(drafter, self._serving.version)
+            tap = self._open_tap()
+        command = server_command(self._target, self._config.target, server, port, speculation)
+        url = f"http://{server.host}:{port}"
+        try:
+            self._server = ServerProcess(command, server_environment(server, tap), url, self._log)
+            self._server.wait_ready(server.start_timeout_s)
+            self._client = ServerClient(url)
+            self._confirm_tap()
+        except BaseException:
+            self.stop()
+            raise
+        return url
+
+    def _open_tap(self) -> TapSettings:
+        capture = self._config.capture
+        name = f"draftloop-{uuid.uuid4().hex[:12]}"
+        self._ring = RingOwner.create(name, capture.ring_mib * _MIB)
+        self._collector = Collector(name, capture.buffer_mib * _MIB)
+        return TapSettings(ring=name, sample_rate=capture.sample_rate, skip_domains=(UNCAPTURED_DOMAIN,))
+
+    def _confirm_tap(self) -> None:
+        """SGLang sends itself a warm-up request; a hooked scheduler has captured it."""
+        if self._ring is None or self._collector is None or self._config.capture.sample_rate == 0:
+            return
+        if self._ring.counters().written == 0:
+            raise HookError(f"the tap saw nothing of the server's warm-up request: see {self._log}")
+        self._collector.take(1)
+
+    def take(self, most: int) -> list[CaptureRecord]:
+        """Up to `most` captured records, oldest first."""
+        return [] if self._collector is None else self._collector.take(most)
+
+    def counts(self) -> CollectorCounts:
+        """Raises ServerError when the server has died."""
+        self._check_alive()
+        return CollectorCounts() if self._collector is None else self._collector.counts()
+
+    def swap(self, checkpoint: Path) -> WorkerSwap:
+        """Put a checkpoint into the running server, under load. Raises as `draftloop.sglang.swap.swap` does."""
+        self._check_alive()
+        if self._client is None or self._serving is None:
+            raise ServerError("this server decodes plainly; there is no drafter to swap")
+        slot = ServingSlot(self._serving.target, self._serving.layer_ids, self._serving.vocab_map_sha256)
+        with StallProbe(self._client.base_url, f"{UNCAPTURED_DOMAIN}--{uuid.uuid4().hex}") as probe:
+            report = swap(self._client, checkpoint, slot, self._serving.version)
+        self._serving = Manifest.load(checkpoint)
+        return WorkerSwap(report, probe.stall_ms)
+
+    def _check_alive(self) -> None:
+        if self._server is not None and not self._server.alive:
+            raise ServerError(f"the SGLang server died: {self._server.why_it_died()} (log: {self._log})")
+
+    def stop(self) -> None:
+        """End the server and release the ring. Safe to call twice."""
+        if self._client is not None:
+            self._client.close()
+        if self._server is not None:
+            self._server.stop()
+        if self._collector is not None:
+            self._collector.close()
+        if self._ring is not None:
+            self._ring.close()
+        self._client = self._server = self._collector = self._ring = None
+
+
+WorkerActor = ray.remote(Worker)
