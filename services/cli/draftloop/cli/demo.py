@@ -21,6 +21,7 @@ import ray
 from draftloop.cli.actors import LocalRay, plain_error
 from draftloop.cli.live import LiveView
 from draftloop.cli.measure import (
+    OVERHEAD_PROMPTS,
     Answers,
     Heldout,
     Identity,
@@ -170,7 +171,7 @@ class DemoRun:
         self._measure("day0", url, prepared.heldout)
         measure_s = self.now() - began
         self.enter("measuring the cost of capture")
-        batch = prepared.heldout.input_ids[:16]
+        batch = prepared.heldout.input_ids[:OVERHEAD_PROMPTS]
         self.results.overhead = capture_overhead(url, batch, self.config.demo.overhead_pairs)
         # Left over for the end: this measurement twice more, a plain server's start, and the report.
         reserve = 2 * measure_s + start_s + REPORT_S

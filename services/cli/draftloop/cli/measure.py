@@ -18,7 +18,8 @@ NEAR_TIE_GAP = 1e-3
 MOST_NEAR_TIES = 0.01
 # Captured like any traffic, but not of a domain that a user has.
 OVERHEAD_DOMAIN = "overhead"
-OVERHEAD_TOKENS = 32
+OVERHEAD_TOKENS = 24
+OVERHEAD_PROMPTS = 8
 
 
 @dataclass(frozen=True)

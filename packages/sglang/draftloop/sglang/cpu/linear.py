@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
+from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 # Packed for this many rows; measured best from 1 to 32 rows, beyond them the stock path is as fast.
 PACKED_FOR_ROWS = 8
@@ -58,14 +60,18 @@ class PackedHeadMethod(UnquantizedEmbeddingMethod):
 def pack_model(model: torch.nn.Module) -> None:
     """Give every unquantized linear layer of `model`, and its output head, a packed method.
 
-    Methods are compared by exact type: SGLang's subclasses do something else with their weights.
+    Methods are compared by exact type: SGLang's subclasses do something else with their weights. A tied head is the
+    embedding itself; its look-ups still read the plain weight.
     """
-    linear, head = PackedLinearMethod(), PackedHeadMethod()
-    for name, module in model.named_modules():
-        method = module._modules.get("quant_method", module.__dict__.get("quant_method"))
-        if type(method) is UnquantizedLinearMethod:
-            module.quant_method = linear
-            linear.process_weights_after_loading(module)
-        elif type(method) is UnquantizedEmbeddingMethod and name.endswith("lm_head"):
-            module.quant_method = head
-            head.process_weights_after_loading(module)
+    linear = PackedLinearMethod()
+    for module in model.modules():
+        if isinstance(module, LinearBase) and type(module.quant_method) is UnquantizedLinearMethod:
+            _replace_method(module, linear)
+    head = model.lm_head if "lm_head" in dict(model.named_children()) else None
+    if isinstance(head, VocabParallelEmbedding) and type(head.quant_method) is UnquantizedEmbeddingMethod:
+        _replace_method(head, PackedHeadMethod())
+
+
+def _replace_method(module: Any, method: Any) -> None:
+    module.quant_method = method
+    method.process_weights_after_loading(module)

@@ -8,6 +8,7 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
 BACKEND_NAME = "draftloop_torch"
+DISPATCH_KEY = "draftloop_cpu"
 
 
 class DraftloopCpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -31,10 +32,15 @@ class DraftloopCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return False
 
     def get_dispatch_key_name(self) -> str:
-        return "cpu"
+        return DISPATCH_KEY
 
     def post_load_model(self, model: torch.nn.Module) -> None:
         # The import needs SGLang's layers, which need the platform: too early at module level.
         from draftloop.sglang.cpu.linear import pack_model
 
         pack_model(model)
+
+    def init_backend(self) -> None:
+        from draftloop.sglang.cpu.ops import register_ops
+
+        register_ops()

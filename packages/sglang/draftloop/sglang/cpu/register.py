@@ -8,6 +8,7 @@ from sglang.srt.arg_groups import choices
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from draftloop.sglang.cpu import fast_start
 from draftloop.sglang.cpu.platform import BACKEND_NAME
 
 
@@ -23,6 +24,7 @@ def register_backend() -> None:
 
         return TorchAttnBackend(runner)
 
+    HookRegistry.register(fast_start.HOOK_TARGET, fast_start.register_served_model, HookType.BEFORE)
     HookRegistry.register(
         "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend", offer_backend, HookType.AROUND
     )

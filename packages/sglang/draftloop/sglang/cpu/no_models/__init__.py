@@ -1,0 +1,1 @@
+"""Empty on purpose: see `EXTERNAL_MODELS` in `draftloop.sglang.server`."""
