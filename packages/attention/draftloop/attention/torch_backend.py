@@ -37,16 +37,24 @@ def visible_mask(batch: TreeBatch) -> torch.Tensor | None:
 class TorchTreeAttention(TreeAttention):
     """Gathers each request's keys and values, folds grouped heads into rows, and calls SDPA once for the batch."""
 
-    def __init__(self, num_heads: int, num_kv_heads: int) -> None:
+    def __init__(self, num_heads: int, num_kv_heads: int, dtype: torch.dtype) -> None:
         self.group = num_heads // num_kv_heads
+        self.dtype = dtype
         self._batch: TreeBatch | None = None
         self._bias: torch.Tensor | None = None
 
     def plan(self, batch: TreeBatch) -> None:
         self._batch = batch
         mask = visible_mask(batch)
-        # Rows of one node's query heads are neighbours after folding, so each mask row repeats `group` times.
-        self._bias = None if mask is None else mask.repeat_interleave(self.group, 1)[:, None]
+        self._bias = None if mask is None else self._folded_bias(mask)
+
+    def _folded_bias(self, mask: torch.Tensor) -> torch.Tensor:
+        """[B, 1, N*group, L] additive mask. Rows of one node's query heads are neighbours after folding.
+
+        Additive once here, as SDPA would turn a boolean mask into it anew in every layer.
+        """
+        bias = torch.zeros(mask.shape, device=mask.device, dtype=self.dtype).masked_fill_(~mask, float("-inf"))
+        return bias.repeat_interleave(self.group, 1)[:, None]
 
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scale: float) -> torch.Tensor:
         batch = self._batch
@@ -56,9 +64,9 @@ class TorchTreeAttention(TreeAttention):
         slots = batch.kv_indices.reshape(-1)
         heads, size = q.shape[1], q.shape[2]
         kv_heads = k_cache.shape[1]
-        # [S, hk, d] -> [B, hk, L, d]
-        k = k_cache[slots].view(num_requests, longest, kv_heads, size).transpose(1, 2)
-        v = v_cache[slots].view(num_requests, longest, kv_heads, size).transpose(1, 2)
+        # [S, hk, d] -> [B, hk, L, d]; index_select copies whole rows, plain indexing element by element.
+        k = k_cache.index_select(0, slots).view(num_requests, longest, kv_heads, size).transpose(1, 2)
+        v = v_cache.index_select(0, slots).view(num_requests, longest, kv_heads, size).transpose(1, 2)
         rows = batch.num_nodes * self.group
         folded = q.view(num_requests, batch.num_nodes, kv_heads, self.group, size).transpose(1, 2)
         out = F.scaled_dot_product_attention(

@@ -20,7 +20,9 @@ class TargetConfig(_Section):
     """The model whose output must not change."""
 
     path: str = Field("smollm2", description="'smollm2' (embedded default) or an HF checkpoint folder")
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="auto: bfloat16 on a GPU (FlashInfer has no fp32), float32 on a CPU"
+    )
     context_length: int = Field(1024, ge=64)
 
 
@@ -89,7 +91,7 @@ class TrafficConfig(_Section):
     """The online data generator."""
 
     prompts: Path | None = Field(None, description="JSONL or Parquet with `messages` or `prompt`; None = built in")
-    concurrency: int = Field(16, ge=1)
+    concurrency: int = Field(8, ge=1)
     max_new_tokens: int = Field(160, ge=1)
     temperature: float = Field(0.0, ge=0.0)
 

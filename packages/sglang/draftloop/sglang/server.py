@@ -16,7 +16,7 @@ from pathlib import Path
 import draftloop.sglang.cpu
 from draftloop.core.config import ServerConfig, TargetConfig
 from draftloop.core.errors import ServerError
-from draftloop.drafters.device import use_cuda
+from draftloop.drafters.device import serving_dtype, use_cuda
 from draftloop.sglang.client import ServerClient
 from draftloop.sglang.platform import PLATFORM_NAME
 from draftloop.sglang.swap_loader import LOADER
@@ -61,7 +61,7 @@ def server_command(
         "host": config.host,
         "port": port,
         "device": "cuda" if cuda else "cpu",
-        "dtype": target_config.dtype,
+        "dtype": str(serving_dtype(target_config.dtype, cuda)).removeprefix("torch."),
         "context-length": target_config.context_length,
         "max-total-tokens": config.max_total_tokens,
         "max-running-requests": config.max_running_requests,

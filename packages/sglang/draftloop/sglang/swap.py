@@ -33,11 +33,15 @@ VOCAB_PADDING = 64
 
 @dataclass(frozen=True, slots=True)
 class ServingSlot:
-    """What the running server's drafter must fit; a swap to anything else is refused before a byte is sent."""
+    """What the running server's drafter must fit; a swap to anything else is refused before a byte is sent.
+
+    dtype: what the server runs in; checkpoints are stored in fp32 and cast when they are loaded.
+    """
 
     target: TargetIdentity
     layer_ids: tuple[int, ...]
     vocab_map_sha256: str
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,7 @@ def swap(client: ServerClient, checkpoint: Path, slot: ServingSlot, serving_vers
     ManifestError or CheckpointError before anything is sent, SwapError afterwards.
     """
     manifest = verify_checkpoint(checkpoint, slot.target, slot.layer_ids, slot.vocab_map_sha256)
-    expected = server_checksums(load_file(checkpoint / WEIGHTS_FILE))
+    expected = server_checksums(load_file(checkpoint / WEIGHTS_FILE), slot.dtype)
     before = client.draft_checksums(ALIASED)
     if set(before) != set(expected):
         odd = sorted(set(before) ^ set(expected))
@@ -140,12 +144,12 @@ def server_tensors(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
     return named
 
 
-def server_checksums(state: Mapping[str, torch.Tensor]) -> dict[str, str]:
+def server_checksums(state: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, str]:
     """What `/weights_checker` should answer on a CPU: the first 8 bytes of each tensor's sha256, in hex.
 
     On a GPU SGLang hashes with its own kernel (`managers/mm_utils.tensor_hash`), so that is what is called there.
     """
-    tensors = server_tensors(state)
+    tensors = {name: tensor.to(dtype) for name, tensor in server_tensors(state).items()}
     if torch.cuda.is_available():
         from sglang.srt.managers.mm_utils import tensor_hash
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -193,14 +194,16 @@ class DemoRun:
         self.emit("server_started", t_s=self.now(), url=url)
         return worker, url
 
-    def _measure(self, what: str, url: str, heldout: Heldout, *, speed: bool = True) -> None:
-        demo, plain = self.config.demo, what == "plain"
+    def _measure(self, what: str, url: str, heldout: Heldout) -> None:
+        demo = self.config.demo
         self.enter(f"measuring {what}")
-        answers = answer_heldout(url, heldout, demo.heldout_tokens, top_logprobs=plain)
+        answers = answer_heldout(url, heldout, demo.heldout_tokens, top_logprobs=what == "plain")
+        prompts = heldout.input_ids[: demo.speed_prompts]
+        self.results.speed[what] = tokens_per_second(url, prompts, demo.heldout_tokens)
+        self._measured(what, answers)
+
+    def _measured(self, what: str, answers: Answers) -> None:
         self.results.answers[what] = answers
-        if speed:
-            prompts = heldout.input_ids[: demo.speed_prompts]
-            self.results.speed[what] = tokens_per_second(url, prompts, demo.heldout_tokens)
         self.emit(
             "measured",
             t_s=self.now(),
@@ -220,16 +223,21 @@ class DemoRun:
         ray.get(generator.start.remote([url], prepared.traffic, self.config.traffic, self.config.seed))
         self.enter("refreshing")
         meter = ProgressMeter()
+        pool = ThreadPoolExecutor(1, thread_name_prefix="draftloop-mid")
+        mid: Future[Answers] | None = None
         try:
             while self.now() < until:
                 refresher.turn()
                 self._note(refresher, ray.get(generator.stats.remote()), meter)
-                if refresher.state.swaps == 1 and "mid" not in self.results.answers:
-                    self._measure("mid", url, prepared.heldout, speed=False)
-                    self.enter("refreshing")
+                if refresher.state.swaps > 0 and mid is None:
+                    # Between swaps, under load and while training goes on: in a thread of its own.
+                    mid = pool.submit(answer_heldout, url, prepared.heldout, self.config.demo.heldout_tokens)
             refresher.try_gate()
         finally:
+            pool.shutdown(wait=False, cancel_futures=True)
             self._note(refresher, self.results.traffic, meter)
+        if mid is not None:
+            self._measured("mid", mid.result())
         self.results.traffic = ray.get(generator.stop.remote())
         self._note(refresher, self.results.traffic, meter)
         cluster.end(generator, None)

@@ -14,6 +14,7 @@ from draftloop.core.config import Config
 from draftloop.core.errors import HookError, ServerError
 from draftloop.core.manifest import Manifest
 from draftloop.core.records import CaptureRecord
+from draftloop.drafters.device import serving_dtype, use_cuda
 from draftloop.fleet.stall import StallProbe
 from draftloop.sglang.client import ServerClient
 from draftloop.sglang.server import (
@@ -105,7 +106,8 @@ class Worker:
         self._check_alive()
         if self._client is None or self._serving is None:
             raise ServerError("this server decodes plainly; there is no drafter to swap")
-        slot = ServingSlot(self._serving.target, self._serving.layer_ids, self._serving.vocab_map_sha256)
+        dtype = serving_dtype(self._config.target.dtype, use_cuda(self._config.server.device))
+        slot = ServingSlot(self._serving.target, self._serving.layer_ids, self._serving.vocab_map_sha256, dtype)
         with StallProbe(self._client.base_url, f"{UNCAPTURED_DOMAIN}--{uuid.uuid4().hex}") as probe:
             report = swap(self._client, checkpoint, slot, self._serving.version)
         self._serving = Manifest.load(checkpoint)

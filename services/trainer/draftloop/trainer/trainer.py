@@ -26,7 +26,7 @@ from draftloop.drafters.online import OnlineSettings, OnlineTrainer, StepReport
 from draftloop.drafters.target import FrozenTarget, load_target_weights
 
 # A trainer that shares cores with serving gives way to it.
-NICENESS = 10
+NICENESS = 5
 _MIB = 1 << 20
 
 

@@ -32,7 +32,9 @@ class TorchAttnBackend(AttentionBackend):
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.max_context_len = config.context_len
         self.device = model_runner.device
-        self.tree = TorchTreeAttention(config.num_attention_heads // tp_size, config.get_num_kv_heads(tp_size))
+        self.tree = TorchTreeAttention(
+            config.num_attention_heads // tp_size, config.get_num_kv_heads(tp_size), config.dtype
+        )
         self._ragged: list[tuple[int, int, torch.Tensor]] | None = None
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
