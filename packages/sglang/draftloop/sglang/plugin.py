@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 from typing import Any
@@ -12,29 +13,34 @@ from draftloop.sglang.tap import Tap, TapSettings
 
 
 def load() -> None:
-    """Register what this server process needs: the CPU attention backend, and the tap's hooks in the scheduler."""
-    if os.environ.get("SGLANG_PLATFORM") == PLATFORM_NAME:
+    """Tell every process the CPU attention backend's name; in the scheduler's, hook what this server needs."""
+    on_cpu = os.environ.get("SGLANG_PLATFORM") == PLATFORM_NAME
+    if on_cpu:
         from draftloop.sglang.cpu.register import register_backend
 
         register_backend()
-    settings = TapSettings.from_environment()
-    # Only a process that runs the scheduler has its module; the detokenizer must not load models for hooks.
-    if settings is not None and "sglang.srt.managers.scheduler" in sys.modules and _is_child():
-        _register_tap(settings)
+    if runs_scheduler():
+        _hook_scheduler(on_cpu, TapSettings.from_environment())
 
 
-def _is_child() -> bool:
-    from multiprocessing import parent_process
+def runs_scheduler() -> bool:
+    """Whether this is the child process that holds the models. The detokenizer must not load them for hooks."""
+    return multiprocessing.parent_process() is not None and "sglang.srt.managers.scheduler" in sys.modules
 
-    return parent_process() is not None
 
-
-def _register_tap(settings: TapSettings) -> None:
+def _hook_scheduler(on_cpu: bool, settings: TapSettings | None) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from draftloop.sglang.hooks import check, confirm_applied, tap_hooks
+    from draftloop.sglang.hooks import Hook, check, confirm_applied, tap_hooks
 
-    hooks = tap_hooks(Tap(settings))
+    hooks: tuple[Hook, ...] = ()
+    if on_cpu:
+        from draftloop.sglang.cpu.register import cpu_hooks, supply_kernels
+
+        supply_kernels()
+        hooks += cpu_hooks()
+    if settings is not None:
+        hooks += tap_hooks(Tap(settings))
     try:
         check(hooks)
     except HookError as err:

@@ -27,6 +27,7 @@ STANDIN = Path(draftloop.sglang.cpu.__file__).parent / "standin"
 EXTERNAL_MODELS = "draftloop.sglang.cpu.no_models"
 _PR_SET_PDEATHSIG = 1
 _LOG_TAIL_BYTES = 65536
+STOP_TIMEOUT_S = 8.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,13 +168,17 @@ class ServerProcess:
         return errors[-1] if errors else f"exit code {self._process.returncode}"
 
     def stop(self) -> None:
-        """End the server and its children; returns when they are gone."""
-        try:
-            os.killpg(self._process.pid, signal.SIGTERM)
-            self._process.wait(timeout=5)
-        except (ProcessLookupError, subprocess.TimeoutExpired):
-            pass
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        """End the server and its children; returns when they are gone.
+
+        Asked first, so that Python's resource trackers among them can take their semaphores along.
+        """
+        group = self._process.pid
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGTERM)
+            deadline = time.monotonic() + STOP_TIMEOUT_S
+            while time.monotonic() < deadline:
+                self._process.poll()  # a dead leader would count as a member until it is reaped
+                os.killpg(group, 0)
+                time.sleep(0.05)
+            os.killpg(group, signal.SIGKILL)
+        self._process.wait()

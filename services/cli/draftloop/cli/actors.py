@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 from types import FrameType, TracebackType
 from typing import Any
@@ -26,6 +27,8 @@ class LocalRay:
         self._actors: list[tuple[Any, str | None]] = []
 
     def __enter__(self) -> LocalRay:
+        # Ray's workers step back (nice 15) by default, and a server started in one would inherit that.
+        os.environ["RAY_worker_niceness"] = "0"
         ray.init(
             address="local",
             include_dashboard=False,

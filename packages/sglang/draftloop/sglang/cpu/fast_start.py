@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 MODELS_PACKAGE = "sglang.srt.models"
-HOOK_TARGET = "sglang.srt.model_loader.utils.get_model_architecture"
 
 
 def register_served_model(model_config: Any, *args: Any, **kwargs: Any) -> None:

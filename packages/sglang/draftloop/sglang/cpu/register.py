@@ -1,4 +1,4 @@
-"""Make SGLang know the attention backend `draftloop_torch`, for the target and for the draft."""
+"""What the CPU platform adds to SGLang: an attention backend, kernels it lacks, and three hooks."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Any
 
 from sglang.srt.arg_groups import choices
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from draftloop.sglang.cpu import fast_start
+from draftloop.sglang.cpu import fast_start, sampling
 from draftloop.sglang.cpu.platform import BACKEND_NAME
+from draftloop.sglang.hooks import Hook
 
 
 def register_backend() -> None:
-    """Register the backend's name, its factory, and its multi-step form for draft decoding."""
+    """Make `draftloop_torch` an attention backend one may name."""
     for names in (choices.ATTENTION_BACKEND_CHOICES, choices.DRAFT_ATTENTION_BACKEND_CHOICES):
         if BACKEND_NAME not in names:
             names.append(BACKEND_NAME)
@@ -24,21 +24,45 @@ def register_backend() -> None:
 
         return TorchAttnBackend(runner)
 
-    HookRegistry.register(fast_start.HOOK_TARGET, fast_start.register_served_model, HookType.BEFORE)
-    HookRegistry.register(
-        "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend", offer_backend, HookType.AROUND
+
+def supply_kernels() -> None:
+    """Fill the kernels that SGLang leaves None on a CPU."""
+    sampling.supply_kernels()
+
+
+def cpu_hooks() -> tuple[Hook, ...]:
+    """The hooks of a CPU server's scheduler process."""
+    return (
+        Hook(
+            "sglang.srt.speculative.eagle_utils._verify_uses_greedy",
+            ("is_all_greedy", "is_cpu"),
+            "REPLACE",
+            sampling.verify_uses_greedy,
+        ),
+        Hook(
+            "sglang.srt.model_loader.utils.get_model_architecture",
+            ("model_config",),
+            "BEFORE",
+            fast_start.register_served_model,
+        ),
+        Hook(
+            "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend",
+            ("self", "backend_name", "backend_map"),
+            "AROUND",
+            offer_backend,
+        ),
     )
 
 
 def offer_backend(
     original: Any, factory: Any, name: str, backend_map: dict[str, Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Add ours to the factory's table, which is built inside its callers (`DraftBackendFactory`)."""
+    """Add ours to the factory's table, which is built inside its callers; only draft decoding stamps children."""
     from draftloop.sglang.cpu.attention import TorchAttnBackend, TorchMultiStepDraftBackend
 
     def create() -> tuple[str, Any]:
         runner = factory.draft_model_runner
-        if name == "decode_attention_backend" and "flashinfer" in backend_map and kwargs.get("stamps_children"):
+        if kwargs.get("stamps_children"):
             return BACKEND_NAME, TorchMultiStepDraftBackend(runner, factory.topk, factory.speculative_num_steps)
         return BACKEND_NAME, TorchAttnBackend(runner)
 
