@@ -13,6 +13,8 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from draftloop.core.errors import DraftloopError, ServerError
 
+# Ray reads its settings from variables of this mixed spelling.
+WORKER_NICENESS = "RAY_worker_niceness"
 OBJECT_STORE_BYTES = 512 << 20
 STOP_TIMEOUT_S = 20.0
 
@@ -28,7 +30,7 @@ class LocalRay:
 
     def __enter__(self) -> LocalRay:
         # Ray's workers step back (nice 15) by default, and a server started in one would inherit that.
-        os.environ["RAY_worker_niceness"] = "0"
+        os.environ[WORKER_NICENESS] = "0"
         ray.init(
             address="local",
             include_dashboard=False,

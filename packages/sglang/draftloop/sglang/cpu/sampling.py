@@ -110,7 +110,8 @@ def _try_children(
     probs: Tensor, tokens: list[int], first: int, sibling: list[int], coin: float, single: float, total: float
 ) -> tuple[int, list[int]]:
     """(accepted child or -1, tokens rejected before it). probs: [V] after the parent."""
-    mass, rejected, node = 0.0, [], first
+    rejected: list[int] = []
+    mass, node = 0.0, first
     while node != -1:
         probability = float(probs[tokens[node]])
         mass += probability

@@ -1,0 +1,71 @@
+"""Does the installed SGLang have what our hooks expect? Run as a module, in a server's environment.
+
+    python -m draftloop.sglang.doctor     one JSON object a hook, a line each
+
+A process of its own: SGLang decides by its environment, when it is imported, whether it runs on a CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from draftloop.capture.ring import RingOwner
+from draftloop.core.config import ServerConfig
+from draftloop.core.errors import HookError
+from draftloop.sglang.hooks import Hook, problem_with, tap_hooks
+from draftloop.sglang.platform import PLATFORM_NAME
+from draftloop.sglang.server import server_environment
+from draftloop.sglang.tap import Tap, TapSettings
+
+RING_BYTES = 1 << 20
+TIMEOUT_S = 180.0
+
+
+@dataclass(frozen=True, slots=True)
+class HookState:
+    """One hook target. problem: why the hook cannot be applied, None when it can."""
+
+    target: str
+    kind: str
+    problem: str | None
+
+
+def hook_states(config: ServerConfig) -> list[HookState]:
+    """Check every hook of a server with this config, in a process with its environment."""
+    command = [sys.executable, "-m", "draftloop.sglang.doctor"]
+    environment = server_environment(config, None)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    if done.returncode != 0:
+        last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        raise HookError(f"SGLang cannot be imported: {last[0]}")
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    return [HookState(**json.loads(line)) for line in lines]
+
+
+def states_of(hooks: Sequence[Hook]) -> list[HookState]:
+    return [HookState(hook.target, hook.kind, problem_with(hook)) for hook in hooks]
+
+
+def main() -> None:
+    """Print this process's hook states."""
+    ring = RingOwner.create(f"draftloop-doctor-{uuid.uuid4().hex[:8]}", RING_BYTES)
+    try:
+        hooks = tap_hooks(Tap(TapSettings(ring=ring.name)))
+        if os.environ.get("SGLANG_PLATFORM") == PLATFORM_NAME:
+            from draftloop.sglang.cpu.register import cpu_hooks
+
+            hooks += cpu_hooks()
+        for state in states_of(hooks):
+            print(json.dumps(asdict(state)))
+    finally:
+        ring.close()
+
+
+if __name__ == "__main__":
+    main()
