@@ -48,7 +48,7 @@ class ServerConfig(_Section):
     max_running_requests: int = Field(16, ge=1)
     max_total_tokens: int = Field(16384, ge=512)
     chunked_prefill_size: int = Field(512, ge=64)
-    threads: int | None = Field(None, ge=1, description="CPU threads; None = all cores")
+    threads: int | None = Field(None, ge=1, description="CPU threads; None = all cores that the trainer leaves")
     start_timeout_s: float = 240.0
 
 

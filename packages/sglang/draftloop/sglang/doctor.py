@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from draftloop.capture.ring import RingOwner
-from draftloop.core.config import ServerConfig
+from draftloop.core.config import Config
 from draftloop.core.errors import HookError
 from draftloop.sglang.hooks import Hook, problem_with, tap_hooks
 from draftloop.sglang.platform import PLATFORM_NAME
@@ -36,7 +36,7 @@ class HookState:
     problem: str | None
 
 
-def hook_states(config: ServerConfig) -> list[HookState]:
+def hook_states(config: Config) -> list[HookState]:
     """Check every hook of a server with this config, in a process with its environment."""
     command = [sys.executable, "-m", "draftloop.sglang.doctor"]
     environment = server_environment(config, None)

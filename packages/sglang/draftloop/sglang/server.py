@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import draftloop.sglang.cpu
-from draftloop.core.config import ServerConfig, TargetConfig
+from draftloop.core.config import Config, ServerConfig, TargetConfig
 from draftloop.core.errors import ServerError
 from draftloop.drafters.device import serving_dtype, use_cuda
 from draftloop.sglang.client import ServerClient
@@ -87,20 +87,28 @@ def server_command(
     return command
 
 
-def server_environment(config: ServerConfig, tap: TapSettings | None) -> dict[str, str]:
+def server_threads(config: Config) -> int:
+    """CPU threads of a server. Its threads wait for each other many times a step, so a trainer on one of their cores
+    stalls them all (2 cores, seen: 37 -> 9 tokens/s); each gets cores of its own instead."""
+    if config.server.threads is not None:
+        return config.server.threads
+    cores = os.cpu_count() or 1
+    return cores if use_cuda(config.trainer.device) else max(1, cores - config.trainer.threads)
+
+
+def server_environment(config: Config, tap: TapSettings | None) -> dict[str, str]:
     """The environment of a server process: platform, threads, tap. Ours is otherwise passed on."""
     environment = dict(os.environ)
     # A model or tokenizer is always a local folder here; a look-up at a hub would only cost a time-out.
     environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    if not use_cuda(config.device):
-        threads = config.threads or os.cpu_count() or 1
+    if not use_cuda(config.server.device):
         environment |= {
             "SGLANG_PLATFORM": PLATFORM_NAME,
             "SGLANG_EXTERNAL_MODEL_PACKAGE": EXTERNAL_MODELS,
             "SGLANG_USE_CPU_ENGINE": "1",
             # SGLang compiles a few helpers; on a CPU that costs seconds, and a C++ compiler not every machine has.
             "TORCHDYNAMO_DISABLE": "1",
-            "OMP_NUM_THREADS": str(threads),
+            "OMP_NUM_THREADS": str(server_threads(config)),
             # Threads wait for their partner by spinning for some 20 us, then sleep: sleeping at once costs a step a
             # quarter of its time in wake-ups, spinning for long takes the core a trainer beside it needs.
             "GOMP_SPINCOUNT": "10000",

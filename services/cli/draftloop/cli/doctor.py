@@ -95,7 +95,7 @@ def _port(config: Config) -> Finding:
 def _hooks(config: Config) -> list[Finding]:
     return [
         Finding("hook", state.problem is None, f"{state.target} {state.problem or ''}".strip())
-        for state in hook_states(config.server)
+        for state in hook_states(config)
     ]
 
 

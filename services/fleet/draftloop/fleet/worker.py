@@ -68,7 +68,7 @@ class Worker:
         command = server_command(self._target, self._config.target, server, port, speculation)
         url = f"http://{server.host}:{port}"
         try:
-            self._server = ServerProcess(command, server_environment(server, tap), url, self._log)
+            self._server = ServerProcess(command, server_environment(self._config, tap), url, self._log)
             self._server.wait_ready(server.start_timeout_s)
             self._client = ServerClient(url)
             self._confirm_tap()

@@ -22,8 +22,8 @@ def decide(before: GateScore, after: GateScore, min_gain: float) -> Decision:
     Both scores come from the same held-out records. A score that is not a number is a refusal.
     """
     gain = after.accept_length - before.accept_length
-    if not math.isfinite(after.accept_length):
-        return Decision(False, "the candidate's score is not a number")
+    if not math.isfinite(gain):
+        return Decision(False, "the serving drafter's score or the candidate's is not a number")
     change = f"expected accepted length {before.accept_length:.2f} -> {after.accept_length:.2f}"
     if gain < min_gain:
         return Decision(False, f"{change}: less than the {min_gain:g} that a swap must gain")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -25,8 +24,6 @@ from draftloop.drafters.metrics import GateScore, expected_accepted_length, prep
 from draftloop.drafters.online import OnlineSettings, OnlineTrainer, StepReport
 from draftloop.drafters.target import FrozenTarget, load_target_weights
 
-# A trainer that shares cores with serving gives way to it.
-NICENESS = 5
 _MIB = 1 << 20
 
 
@@ -47,7 +44,6 @@ class Trainer:
         self._device = "cuda" if use_cuda(config.trainer.device) else "cpu"
         if self._device == "cpu":
             torch.set_num_threads(config.trainer.threads)
-            os.nice(NICENESS)
         weights = load_target_weights(target)
         self._serving, self._manifest = self._load(serving)
         self._target = FrozenTarget.of(weights.embedding, weights.lm_head, self._serving.draft_ids().cpu())

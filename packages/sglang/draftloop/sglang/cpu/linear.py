@@ -14,9 +14,9 @@ from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-# Packed for this many rows; measured best from 1 to 32 rows, beyond them the stock path is as fast.
+# Packed for this many rows: measured as good as any from 1 to 128 rows. A prefill chunk takes the stock path.
 PACKED_FOR_ROWS = 8
-MOST_PACKED_ROWS = 48
+MOST_PACKED_ROWS = 256
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
