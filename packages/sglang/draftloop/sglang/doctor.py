@@ -25,6 +25,7 @@ from draftloop.sglang.tap import Tap, TapSettings
 
 RING_BYTES = 1 << 20
 TIMEOUT_S = 180.0
+ALGORITHMS = ("EAGLE3", "DFLASH")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,9 @@ def main() -> None:
     """Print this process's hook states."""
     ring = RingOwner.create(f"draftloop-doctor-{uuid.uuid4().hex[:8]}", RING_BYTES)
     try:
-        hooks = tap_hooks(Tap(TapSettings(ring=ring.name)))
+        tap = Tap(TapSettings(ring=ring.name))
+        # The hooks that both algorithms share are listed once.
+        hooks = tuple({hook.target: hook for name in ALGORITHMS for hook in tap_hooks(tap, name)}.values())
         if os.environ.get("SGLANG_PLATFORM") == PLATFORM_NAME:
             from draftloop.sglang.cpu.register import cpu_hooks
 

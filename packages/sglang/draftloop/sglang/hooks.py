@@ -15,10 +15,11 @@ from importlib.metadata import version
 from typing import Any
 
 from draftloop.core.errors import HookError
-from draftloop.sglang.tap import Tap
+from draftloop.sglang.tap import Tap, VerifiedTrees
 
 TESTED_VERSIONS = ("0.5.23",)
-WORKER = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker"
+EAGLE_WORKER = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker"
+DFLASH_WORKER = "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +32,8 @@ class Hook:
     function: Callable[..., Any]
 
 
-def tap_hooks(tap: Tap) -> tuple[Hook, ...]:
-    """The hooks that feed `tap`."""
+def tap_hooks(tap: Tap, algorithm: str) -> tuple[Hook, ...]:
+    """The hooks that feed `tap` from a server with this speculative algorithm, 'EAGLE3' or 'DFLASH'."""
     target_processors: set[int] = set()
 
     def mark_target(
@@ -44,27 +45,16 @@ def tap_hooks(tap: Tap) -> tuple[Hook, ...]:
         if id(processor) in target_processors:
             tap.see_last_hidden(hidden_states)
 
-    def prefill(worker: Any, batch: Any, target_hidden_states: Any, *args: Any, **kwargs: Any) -> None:
-        if not batch.forward_mode.is_idle():
-            tap.prefill(batch, target_hidden_states)
-
-    def verify(worker: Any, batch: Any, batch_result: Any, *args: Any, **kwargs: Any) -> None:
-        if not batch.forward_mode.is_idle():
-            from sglang.srt.runtime_context import get_serving
-
-            tap.verify(batch, batch_result, get_serving().weight_version)
-
     def finish(req: Any, *args: Any, **kwargs: Any) -> None:
         if req.finished():
             reason = req.finished_reason.to_json()["type"]
             tap.finish(req.rid, reason)
 
+    worker = DFLASH_WORKER if algorithm == "DFLASH" else EAGLE_WORKER
+    feeding = dflash_hooks(tap) if algorithm == "DFLASH" else eagle_hooks(tap)
     return (
         Hook(
-            f"{WORKER}.__init__",
-            ("self", "server_args", "gpu_id", "nccl_port", "target_worker"),
-            "AFTER",
-            mark_target,
+            f"{worker}.__init__", ("self", "server_args", "gpu_id", "nccl_port", "target_worker"), "AFTER", mark_target
         ),
         Hook(
             "sglang.srt.layers.logits_processor.LogitsProcessor.forward",
@@ -72,9 +62,72 @@ def tap_hooks(tap: Tap) -> tuple[Hook, ...]:
             "BEFORE",
             see_last_hidden,
         ),
-        Hook(f"{WORKER}._draft_extend_for_prefill", ("self", "batch", "target_hidden_states"), "BEFORE", prefill),
-        Hook(f"{WORKER}._draft_extend_for_decode", ("self", "batch", "batch_result"), "BEFORE", verify),
+        *feeding,
         Hook("sglang.srt.mem_cache.common.release_kv_cache", ("req", "tree_cache"), "BEFORE", finish),
+    )
+
+
+def serving_version() -> str:
+    """The weight version of this scheduler process: the serving drafter's."""
+    from sglang.srt.runtime_context import get_serving
+
+    version: str = get_serving().weight_version
+    return version
+
+
+def eagle_hooks(tap: Tap) -> tuple[Hook, ...]:
+    """EAGLE hands the target's states to its drafter after each prefill and each verification."""
+
+    def prefill(worker: Any, batch: Any, target_hidden_states: Any, *args: Any, **kwargs: Any) -> None:
+        if not batch.forward_mode.is_idle():
+            tap.prefill(batch, target_hidden_states)
+
+    def verify(worker: Any, batch: Any, batch_result: Any, *args: Any, **kwargs: Any) -> None:
+        if batch.forward_mode.is_idle():
+            return
+        tree = batch.spec_info  # SGLang's EagleVerifyInput
+        verified = VerifiedTrees(
+            tree.draft_token.view(len(batch.reqs), tree.draft_token_num),
+            batch_result.logits_output.hidden_states,
+            batch_result.accept_index,
+            batch_result.accept_lens,
+            tree.retrieve_next_token,
+            tree.retrieve_next_sibling,
+        )
+        tap.verify(batch, verified, serving_version())
+
+    return (
+        Hook(f"{EAGLE_WORKER}._draft_extend_for_prefill", ("self", "batch", "target_hidden_states"), "BEFORE", prefill),
+        Hook(f"{EAGLE_WORKER}._draft_extend_for_decode", ("self", "batch", "batch_result"), "BEFORE", verify),
+    )
+
+
+def dflash_hooks(tap: Tap) -> tuple[Hook, ...]:
+    """DFlash writes the target's states into its draft's KV cache; the batch they belong to is seen just before."""
+    current: list[Any] = []
+
+    def begin(worker: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
+        current[:] = [batch]
+
+    def append(
+        worker: Any, *, target_hidden: Any, cache_loc: Any, positions: Any, commit_lens: Any = None, **kwargs: Any
+    ) -> None:
+        (batch,) = current
+        if commit_lens is None:
+            tap.prefill(batch, target_hidden)
+        else:
+            tokens = worker._draft_block_tokens_buf[: len(batch.reqs)]
+            verified = VerifiedTrees.of_chains(tokens, target_hidden, commit_lens)
+            tap.verify(batch, verified, serving_version())
+
+    return (
+        Hook(f"{DFLASH_WORKER}.forward_batch_generation", ("self", "batch"), "BEFORE", begin),
+        Hook(
+            f"{DFLASH_WORKER}._append_target_hidden_to_draft_kv_by_loc",
+            ("self", "target_hidden", "cache_loc", "positions"),
+            "BEFORE",
+            append,
+        ),
     )
 
 

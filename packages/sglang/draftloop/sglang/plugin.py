@@ -40,7 +40,7 @@ def _hook_scheduler(on_cpu: bool, settings: TapSettings | None) -> None:
         supply_kernels()
         hooks += cpu_hooks()
     if settings is not None:
-        hooks += tap_hooks(Tap(settings))
+        hooks += tap_hooks(Tap(settings), settings.algorithm)
     try:
         check(hooks)
     except HookError as err:

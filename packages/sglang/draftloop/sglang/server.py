@@ -12,10 +12,12 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import draftloop.sglang.cpu
 from draftloop.core.config import Config, ServerConfig, TargetConfig
 from draftloop.core.errors import ServerError
+from draftloop.core.manifest import DrafterKind
 from draftloop.drafters.device import serving_dtype, use_cuda
 from draftloop.sglang.client import ServerClient
 from draftloop.sglang.platform import PLATFORM_NAME
@@ -36,6 +38,11 @@ class Speculation:
 
     checkpoint: Path
     version: str
+    kind: DrafterKind = "eagle3"
+
+    @property
+    def algorithm(self) -> Literal["EAGLE3", "DFLASH"]:
+        return "DFLASH" if self.kind == "dflash" else "EAGLE3"
 
 
 def free_port(host: str, wanted: int | None) -> int:
@@ -75,13 +82,16 @@ def server_command(
         options |= {"cuda-graph-backend-decode": "disabled", "cuda-graph-backend-prefill": "disabled"}
     if speculation is not None:
         options |= {
-            "speculative-algorithm": "EAGLE3",
+            "speculative-algorithm": speculation.algorithm,
             "speculative-draft-model-path": speculation.checkpoint,
-            "speculative-num-steps": config.num_steps,
-            "speculative-eagle-topk": config.topk,
-            "speculative-num-draft-tokens": config.num_draft_tokens,
             "weight-version": speculation.version,
         }
+        if speculation.algorithm == "EAGLE3":  # DFlash drafts one block, whose size its checkpoint tells
+            options |= {
+                "speculative-num-steps": config.num_steps,
+                "speculative-eagle-topk": config.topk,
+                "speculative-num-draft-tokens": config.num_draft_tokens,
+            }
     for name, value in options.items():
         command += [f"--{name}", str(value)]
     return command

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,15 +21,18 @@ import torch
 from safetensors.torch import load_file
 
 from draftloop.core.errors import ServerError
-from draftloop.core.manifest import Manifest, TargetIdentity
+from draftloop.core.manifest import DrafterKind, Manifest, TargetIdentity
 from draftloop.drafters.checkpoint import WEIGHTS_FILE, verify_checkpoint
 from draftloop.sglang.client import ServerClient
-from draftloop.sglang.swap_loader import LOADER, PATH_TENSOR, path_tensor
+from draftloop.sglang.swap_loader import LOADER, path_entry
 
 # The drafter's embedding is the target's own tensor: never pushed, never hashed here.
 ALIASED = ("embed_tokens",)
 # SGLang pads a head's rows to this multiple (layers/vocab_parallel_embedding.py).
 VOCAB_PADDING = 64
+# Projections that SGLang keeps as one matrix, found by their first part.
+FUSED = re.compile(r"\.(q|k|v|gate|up)_proj\.weight$")
+FIRST_PARTS = {"q": ("q", "k", "v"), "gate": ("gate", "up")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,7 @@ def swap(client: ServerClient, checkpoint: Path, slot: ServingSlot, serving_vers
     ManifestError or CheckpointError before anything is sent, SwapError afterwards.
     """
     manifest = verify_checkpoint(checkpoint, slot.target, slot.layer_ids, slot.vocab_map_sha256)
-    expected = server_checksums(load_file(checkpoint / WEIGHTS_FILE), slot.dtype)
+    expected = server_checksums(load_file(checkpoint / WEIGHTS_FILE), manifest.kind, slot.dtype)
     before = client.draft_checksums(ALIASED)
     if set(before) != set(expected):
         odd = sorted(set(before) ^ set(expected))
@@ -124,32 +128,36 @@ def _serialized(weights: Path) -> str:
     """The request's payload: SGLang deserialises it with its own restricted unpickler; it holds only the path."""
     from sglang.srt.utils import MultiprocessingSerializer
 
-    data: bytes = MultiprocessingSerializer.serialize([(PATH_TENSOR, path_tensor(weights.resolve()))])
+    data: bytes = MultiprocessingSerializer.serialize([path_entry(weights.resolve())])
     return base64.b64encode(data).decode()
 
 
-def server_tensors(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A checkpoint's tensors as SGLang's LlamaForCausalLMEagle3 holds them: fused projections, padded head."""
-    layer = "midlayer."
-    held = {name: tensor for name, tensor in state.items() if name != "d2t"}
-    attention, mlp = layer + "self_attn.", layer + "mlp."
-    qkv = torch.cat([held.pop(f"{attention}{part}_proj.weight") for part in "qkv"])
-    gate_up = torch.cat([held.pop(f"{mlp}{part}_proj.weight") for part in ("gate", "up")])
+def server_tensors(state: Mapping[str, torch.Tensor], kind: DrafterKind) -> dict[str, torch.Tensor]:
+    """A checkpoint's tensors as SGLang's draft model holds them: projections fused, head padded, names prefixed."""
+    held: dict[str, torch.Tensor] = {}
+    for name, tensor in state.items():
+        fused = FUSED.search(name)
+        if fused is None:
+            held[name] = tensor
+        elif fused[1] in FIRST_PARTS:
+            parts = FIRST_PARTS[fused[1]]
+            whole = name.replace(f"{fused[1]}_proj", f"{'qkv' if fused[1] == 'q' else 'gate_up'}_proj")
+            held[whole] = torch.cat([state[name.replace(f"{fused[1]}_proj", f"{part}_proj")] for part in parts])
+    if kind == "dflash":
+        return held
+    held.pop("d2t", None)
     head = held.pop("lm_head.weight")
-    padding = -head.shape[0] % VOCAB_PADDING
     named = {f"model.{name.replace('midlayer', 'layers.0')}": tensor for name, tensor in held.items()}
-    named["model.layers.0.self_attn.qkv_proj.weight"] = qkv
-    named["model.layers.0.mlp.gate_up_proj.weight"] = gate_up
-    named["lm_head.weight"] = torch.nn.functional.pad(head, (0, 0, 0, padding))
+    named["lm_head.weight"] = torch.nn.functional.pad(head, (0, 0, 0, -head.shape[0] % VOCAB_PADDING))
     return named
 
 
-def server_checksums(state: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, str]:
+def server_checksums(state: Mapping[str, torch.Tensor], kind: DrafterKind, dtype: torch.dtype) -> dict[str, str]:
     """What `/weights_checker` should answer on a CPU: the first 8 bytes of each tensor's sha256, in hex.
 
     On a GPU SGLang hashes with its own kernel (`managers/mm_utils.tensor_hash`), so that is what is called there.
     """
-    tensors = {name: tensor.to(dtype) for name, tensor in server_tensors(state).items()}
+    tensors = {name: tensor.to(dtype) for name, tensor in server_tensors(state, kind).items()}
     if torch.cuda.is_available():
         from sglang.srt.managers.mm_utils import tensor_hash
 

@@ -14,14 +14,18 @@ import torch
 from safetensors import safe_open
 
 LOADER = "draftloop.sglang.swap_loader.load"
-PATH_TENSOR = "draftloop.checkpoint_path"
+PATH_PREFIX = "draftloop.checkpoint:"
 
 logger = logging.getLogger(__name__)
 
 
-def path_tensor(path: Path) -> torch.Tensor:
-    """A path as the uint8 tensor that `load` expects."""
-    return torch.frombuffer(bytearray(str(path).encode()), dtype=torch.uint8)
+def path_entry(path: Path) -> tuple[str, torch.Tensor]:
+    """A path as the (name, tensor) pair that `load` expects.
+
+    The tensor is empty: SGLang's serializer hands over one with bytes as a file descriptor, which only processes that
+    share a multiprocessing key may take; a server that may not take it dies.
+    """
+    return f"{PATH_PREFIX}{path}", torch.empty(0, dtype=torch.uint8)
 
 
 def load(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
@@ -30,11 +34,11 @@ def load(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     Must not raise: SGLang does not catch here and the scheduler would die with its requests. A refusal leaves the
     old weights, and the caller learns of it from the checksums.
     """
-    (name, data), *_ = named_tensors
+    (name, _), *_ = named_tensors
     try:
-        if name != PATH_TENSOR:
-            raise ValueError(f"expected the tensor {PATH_TENSOR}, got {name}")
-        path = bytes(data.cpu().numpy()).decode()
+        if not name.startswith(PATH_PREFIX):
+            raise ValueError(f"expected a name that begins with {PATH_PREFIX}, got {name}")
+        path = name.removeprefix(PATH_PREFIX)
         with safe_open(path, framework="pt") as file:
             # d2t is skipped: the worker keeps its own copy of the map, and `swap` refuses another one.
             tensors = {key: file.get_tensor(key) for key in file.keys() if key != "d2t"}  # noqa: SIM118

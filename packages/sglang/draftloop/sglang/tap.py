@@ -18,7 +18,7 @@ import threading
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -42,6 +42,7 @@ class TapSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     ring: str
+    algorithm: Literal["EAGLE3", "DFLASH"] = "EAGLE3"
     sample_rate: float = Field(1.0, ge=0.0, le=1.0)
     skip_domains: tuple[str, ...] = Field((), description="domains (tenants) that are never captured")
 
@@ -75,6 +76,32 @@ class RequestRows:
     prompt_len: int
     start: int
     rows: slice
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedTrees:
+    """B verified trees of N nodes, as tensors on the serving device. Node 0 is the root, the last known token.
+
+    tokens: [B, N].  fused: [B*N, K*H], the accepted path at the front of each request's block.  accept_index:
+    [B, depth + 1], global node index of each accepted node, root first.  accept_lens: [B], accepted drafts plus one.
+    next_token, next_sibling: [B, N], first child and next sibling of each node, -1 for none.
+    """
+
+    tokens: torch.Tensor
+    fused: torch.Tensor
+    accept_index: torch.Tensor
+    accept_lens: torch.Tensor
+    next_token: torch.Tensor
+    next_sibling: torch.Tensor
+
+    @classmethod
+    def of_chains(cls, tokens: torch.Tensor, fused: torch.Tensor, accept_lens: torch.Tensor) -> VerifiedTrees:
+        """Trees without a fork: node i + 1 is the only child of node i."""
+        count, nodes = tokens.shape
+        index = torch.arange(count * nodes, device=tokens.device).view(count, nodes)
+        step = torch.arange(1, nodes + 1, device=tokens.device)
+        next_token = torch.where(step < nodes, step, -1).expand(count, nodes)
+        return cls(tokens, fused, index, accept_lens, next_token, torch.full_like(next_token, -1))
 
 
 class Tap:
@@ -131,28 +158,22 @@ class Tap:
         for span in spans:
             self._offer(span, token_ids[span.rows], fused[span.rows], last_hidden[span.rows], None)
 
-    def verify(self, batch: Any, result: Any, version: str) -> None:
-        """A verification step; keeps each request's accepted path.
-
-        batch.spec_info: SGLang's EagleVerifyInput (draft_token [B*N] and the linked lists of the tree); result:
-        GenerationBatchResult (accept_index [B, depth+1] of global nodes, accept_lens [B] with the bonus;
-        hidden_states [B*N, K*H] with the accepted path already moved to the front of each request's block).
-        """
-        tree = batch.spec_info
-        count, nodes = len(batch.reqs), tree.draft_token_num
+    def verify(self, batch: Any, verified: VerifiedTrees, version: str) -> None:
+        """A verification step of all requests of SGLang's ScheduleBatch; keeps each one's accepted path."""
+        count, nodes = verified.tokens.shape
         last_hidden = self._take_last_hidden(count * nodes)
         wanted = [(i, req) for i, req in enumerate(batch.reqs) if is_captured(req.rid, self._settings)]
         if last_hidden is None or not wanted:
             return
         tensors = (
-            tree.draft_token.view(count, nodes),
-            result.logits_output.hidden_states.view(count, nodes, -1),
+            verified.tokens,
+            verified.fused.view(count, nodes, -1),
             last_hidden,
-            result.accept_index,
-            result.accept_lens,
+            verified.accept_index,
+            verified.accept_lens,
             batch.seq_lens,
-            tree.retrieve_next_token,
-            tree.retrieve_next_sibling,
+            verified.next_token,
+            verified.next_sibling,
         )
         requests = [(i, req.rid, len(req.origin_input_ids)) for i, req in wanted]
         self._to_host(tensors, lambda host: self._emit_verify(requests, host, version))

@@ -36,6 +36,7 @@ class StallProbe:
         self._after: int | None = None
         self._thread = threading.Thread(target=self._stream, name="draftloop-stall-probe", daemon=True)
         self.stall_ms: float | None = None
+        self.step_ms: float | None = None
 
     def __enter__(self) -> StallProbe:
         self._thread.start()
@@ -49,7 +50,8 @@ class StallProbe:
         self._cooled.wait(WAIT_S)
         gaps = [later - earlier for earlier, later in zip(self._arrivals, self._arrivals[1:], strict=False)]
         if error is None and len(gaps) >= WARM_UP_PIECES:
-            self.stall_ms = (max(gaps) - statistics.median(gaps)) * 1e3
+            self.step_ms = statistics.median(gaps) * 1e3
+            self.stall_ms = max(gaps) * 1e3 - self.step_ms
 
     def _stream(self) -> None:
         try:

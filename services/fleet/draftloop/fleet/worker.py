@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import ray
 
@@ -34,10 +35,12 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class WorkerSwap:
-    """A finished swap. stall_ms: as a streaming client saw it, None when the probe got no tokens."""
+    """A finished swap. stall_ms, step_ms: longest gap between a streaming client's tokens less its median gap, and
+    that median gap; None when the probe got no tokens."""
 
     report: SwapReport
     stall_ms: float | None
+    step_ms: float | None
 
 
 class Worker:
@@ -63,8 +66,8 @@ class Worker:
         speculation, tap = None, None
         if drafter is not None:
             self._serving = Manifest.load(drafter)
-            speculation = Speculation(drafter, self._serving.version)
-            tap = self._open_tap()
+            speculation = Speculation(drafter, self._serving.version, self._serving.kind)
+            tap = self._open_tap(speculation.algorithm)
         command = server_command(self._target, self._config.target, server, port, speculation)
         url = f"http://{server.host}:{port}"
         try:
@@ -77,12 +80,14 @@ class Worker:
             raise
         return url
 
-    def _open_tap(self) -> TapSettings:
+    def _open_tap(self, algorithm: Literal["EAGLE3", "DFLASH"]) -> TapSettings:
         capture = self._config.capture
         name = f"draftloop-{uuid.uuid4().hex[:12]}"
         self._ring = RingOwner.create(name, capture.ring_mib * _MIB)
         self._collector = Collector(name, capture.buffer_mib * _MIB)
-        return TapSettings(ring=name, sample_rate=capture.sample_rate, skip_domains=(UNCAPTURED_DOMAIN,))
+        return TapSettings(
+            ring=name, algorithm=algorithm, sample_rate=capture.sample_rate, skip_domains=(UNCAPTURED_DOMAIN,)
+        )
 
     def _confirm_tap(self) -> None:
         """SGLang sends itself a warm-up request; a hooked scheduler has captured it."""
@@ -111,7 +116,7 @@ class Worker:
         with StallProbe(self._client.base_url, f"{UNCAPTURED_DOMAIN}--{uuid.uuid4().hex}") as probe:
             report = swap(self._client, checkpoint, slot, self._serving.version)
         self._serving = Manifest.load(checkpoint)
-        return WorkerSwap(report, probe.stall_ms)
+        return WorkerSwap(report, probe.stall_ms, probe.step_ms)
 
     def _check_alive(self) -> None:
         if self._server is not None and not self._server.alive:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.runtime_context import get_parallel
 
@@ -32,9 +34,11 @@ class TorchAttnBackend(AttentionBackend):
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.max_context_len = config.context_len
         self.device = model_runner.device
-        self.tree = TorchTreeAttention(
-            config.num_attention_heads // tp_size, config.get_num_kv_heads(tp_size), config.dtype
-        )
+        heads, kv_heads = config.num_attention_heads // tp_size, config.get_num_kv_heads(tp_size)
+        self.tree = TorchTreeAttention(heads, kv_heads, config.dtype)
+        self.block = TorchTreeAttention(heads, kv_heads, config.dtype)
+        self._batch: TreeBatch | None = None
+        self._block_planned = False
         self._ragged: list[tuple[int, int, torch.Tensor]] | None = None
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
@@ -44,10 +48,9 @@ class TorchAttnBackend(AttentionBackend):
             self._plan_uniform(forward_batch, forward_batch.seq_lens.long(), 1, None)
         elif mode.is_target_verify():
             nodes = forward_batch.spec_info.draft_token_num
-            mask = None
-            if forward_batch.spec_info.tree_topk != 1:
-                mask = forward_batch.spec_info.custom_mask.view(-1, nodes, nodes)
-            self._plan_uniform(forward_batch, forward_batch.seq_lens.long() + nodes, nodes, mask)
+            mask = forward_batch.spec_info.custom_mask  # None for DFLASH, whose block is a chain to the target
+            tree = None if mask is None or mask.numel() == 0 else mask.view(-1, nodes, nodes)
+            self._plan_uniform(forward_batch, forward_batch.seq_lens.long() + nodes, nodes, tree)
         elif mode.is_draft_extend_v2():
             nodes = forward_batch.input_ids.shape[0] // forward_batch.batch_size
             self._plan_uniform(forward_batch, forward_batch.seq_lens.long(), nodes, None)
@@ -61,7 +64,9 @@ class TorchAttnBackend(AttentionBackend):
             return
         table = self.req_to_token_pool.req_to_token
         slots = table[forward_batch.req_pool_indices.long(), : int(kv_lens.max())].long()
-        self.tree.plan(TreeBatch(slots, kv_lens, nodes, mask))
+        self._batch = TreeBatch(slots, kv_lens, nodes, mask)
+        self._block_planned = False
+        self.tree.plan(self._batch)
 
     def _plan_ragged(self, forward_batch: ForwardBatch) -> None:
         table = self.req_to_token_pool.req_to_token
@@ -110,12 +115,24 @@ class TorchAttnBackend(AttentionBackend):
         keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
         if self._ragged is None:
-            out = self.tree.run(heads, keys, values, layer.scaling)
+            out = self._tree_for(layer).run(heads, keys, values, layer.scaling)
         else:
             out = torch.empty_like(heads)
             for first, last, slots in self._ragged:
                 out[first:last] = causal_extend(heads[first:last], keys, values, slots, layer.scaling)
         return out.view(-1, layer.tp_q_head_num * layer.v_head_dim)
+
+    def _tree_for(self, layer: RadixAttention) -> TorchTreeAttention:
+        """The planned attention; for a layer that is not causal (DFlash's draft block), one where the N tokens all
+        see each other."""
+        if layer.attn_type != AttentionType.ENCODER_ONLY or self._batch is None:
+            return self.tree
+        if not self._block_planned:
+            nodes = self._batch.num_nodes
+            everyone = torch.ones(self._batch.kv_lens.numel(), nodes, nodes, dtype=torch.bool)
+            self.block.plan(replace(self._batch, tree_mask=everyone))
+            self._block_planned = True
+        return self.block
 
     def support_triton(self) -> bool:
         return False

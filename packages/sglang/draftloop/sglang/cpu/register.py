@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from sglang.srt.arg_groups import choices
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
@@ -26,8 +27,14 @@ def register_backend() -> None:
 
 
 def supply_kernels() -> None:
-    """Fill the kernels that SGLang leaves None on a CPU."""
+    """Fill the kernels that SGLang leaves None on a CPU, and what torch lacks there."""
     sampling.supply_kernels()
+    # DFlash tells the allocator which stream reads a tensor; on a CPU torch refuses the question.
+    torch.Tensor.record_stream = _no_stream_to_record  # type: ignore[method-assign, assignment]
+
+
+def _no_stream_to_record(tensor: torch.Tensor, stream: Any) -> None:
+    """A CPU has one stream."""
 
 
 def cpu_hooks() -> tuple[Hook, ...]:
