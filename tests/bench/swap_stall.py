@@ -36,7 +36,7 @@ class Load(threading.Thread):
         config = bench.config.traffic.model_copy(update={"concurrency": concurrency})
         self._driver = TrafficDriver([bench.url], bench.prompts, config, seed=0)
         self._loop = asyncio.new_event_loop()
-        self._stop = asyncio.Event()
+        self._finished = asyncio.Event()
         self.stats = TrafficStats()
 
     def run(self) -> None:
@@ -44,11 +44,11 @@ class Load(threading.Thread):
 
     async def _drive(self) -> None:
         await self._driver.start()
-        await self._stop.wait()
+        await self._finished.wait()
         self.stats = await self._driver.stop()
 
     def finish(self) -> TrafficStats:
-        self._loop.call_soon_threadsafe(self._stop.set)
+        self._loop.call_soon_threadsafe(self._finished.set)
         self.join()
         return self.stats
 

@@ -126,7 +126,7 @@ def _edit_json(name: str, change: Callable[[dict], object]) -> Callable[[Path], 
 
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (_edit(lambda t: t.pop("fc.weight")), "fc.weight is missing"),
-    "extra": (_edit(lambda t: t.update(other=torch.zeros(1))), "other does not belong"),
+    "extra": (_edit(lambda t: t.update(other=torch.zeros(1))), "other does not belong to a drafter of kind eagle3"),
     "shape": (_edit(lambda t: t.update({"norm.weight": torch.ones(5)})), r"norm.weight has shape \[5\]"),
     "dtype": (_edit(lambda t: t.update({"fc.weight": t["fc.weight"].half()})), "fc.weight is float16, not float32"),
     "all half": (
@@ -144,7 +144,10 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "no manifest": (lambda f: (f / MANIFEST_FILE).unlink(), "not a draftloop drafter"),
     "config json": (lambda f: (f / "config.json").write_text("{"), "not valid JSON"),
     "config key": (_edit_json("config.json", lambda c: c.pop("head_dim")), "lacks 'head_dim'"),
-    "architecture": (_edit_json("config.json", lambda c: c.update(architectures=["X"])), "not LlamaForCausalLMEagle3"),
+    "architecture": (
+        _edit_json("config.json", lambda c: c.update(architectures=["X"])),
+        "not LlamaForCausalLMEagle or LlamaForCausalLMEagle3",
+    ),
     "layers": (_edit_json(MANIFEST_FILE, lambda m: m.update(layer_ids=[1, 2, 3])), "config.json fuses layers"),
     "map hash": (_edit_json(MANIFEST_FILE, lambda m: m.update(vocab_map_sha256="0")), "not the vocabulary map"),
     "unlisted": (_edit_json(MANIFEST_FILE, lambda m: m["tensors"].pop("d2t")), "d2t is not in the manifest"),

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from draftloop.core.errors import ConfigError
 from draftloop.drafters.batch import Batch, collate
 from draftloop.drafters.eagle3 import Eagle3Config, Eagle3Drafter, default_layer_ids
-from draftloop.drafters.eagle3_loss import TttSettings, eagle3_loss, step_embeddings, unroll_from
+from draftloop.drafters.eagle3_loss import TttSettings, eagle3_loss, unroll_from
+from draftloop.drafters.recurrent import step_embeddings
 from draftloop.drafters.target import FrozenTarget
 
 from . import oracle

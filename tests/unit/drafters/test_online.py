@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 
 from draftloop.core.records import CaptureRecord
-from draftloop.drafters.batch import collate
+from draftloop.drafters.batch import Batch, collate
+from draftloop.drafters.dflash import DflashDrafter
+from draftloop.drafters.drafter import Drafter
+from draftloop.drafters.eagle1 import Eagle1Drafter, Eagle1Settings
 from draftloop.drafters.eagle3 import Eagle3Config, Eagle3Drafter
+from draftloop.drafters.eagle3_loss import TttObjective, TttSettings, eagle3_loss
 from draftloop.drafters.metrics import expected_accepted_length, prepare_holdout
 from draftloop.drafters.online import OnlineSettings, OnlineTrainer, StepReport
 from draftloop.drafters.target import FrozenTarget
 
-from .conftest import TINY, make_record
+from .conftest import DFLASH, EAGLE1, TINY, make_record, shaken
 
 SETTINGS = OnlineSettings(warmup_steps=3, ema_decay=0.9)
 RECORDS = [make_record(20, 5, seed) for seed in range(6)]
@@ -63,6 +71,129 @@ def test_loading_copies_the_saved_state(draft_ids: torch.Tensor, frozen: FrozenT
 def test_warm_up_then_constant(draft_ids: torch.Tensor, frozen: FrozenTarget) -> None:
     rates = [report.learning_rate for report in _steps(_trainer(draft_ids, frozen), 5)]
     assert rates == pytest.approx([1e-3 / 3, 2e-3 / 3, 1e-3, 1e-3, 1e-3])
+
+
+def test_the_cosine_ends_at_zero(draft_ids: torch.Tensor, frozen: FrozenTarget) -> None:
+    settings = OnlineSettings(learning_rate=2.0, warmup_steps=2, cosine_steps=4)
+    drafter = Eagle3Drafter.untrained(TINY, draft_ids, frozen.lm_head, None, seed=0)
+    rates = [report.learning_rate for report in _steps(OnlineTrainer(drafter, frozen, settings, seed=0), 6)]
+    half = 2**-0.5
+    assert rates == pytest.approx([1.0, 1 + half, 1.0, 1 - half, 0.0, 0.0])
+
+
+def _of_kind(kind: str, frozen: FrozenTarget, draft_ids: torch.Tensor) -> tuple[Drafter, FrozenTarget]:
+    torch.manual_seed(3)
+    if kind == "eagle3":
+        return shaken(Eagle3Drafter.untrained(TINY, draft_ids, frozen.lm_head, None, seed=0)), frozen
+    whole = FrozenTarget.of(frozen.embedding, frozen.lm_head, None)
+    if kind == "eagle1":
+        return shaken(Eagle1Drafter.untrained(EAGLE1, seed=0)), whole
+    return shaken(DflashDrafter.untrained(DFLASH, None, seed=0)), whole
+
+
+def _batches(kind: str, count: int) -> list[Batch]:
+    layers = 2 if kind == "dflash" else 3
+    records = [make_record(8 + 3 * i, 2 + i, i, layers=layers) for i in range(2 * count)]
+    return [collate(records[2 * i : 2 * i + 2], 64, "cpu") for i in range(count)]
+
+
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "dflash"])
+def test_every_kind_trains(kind: str, frozen: FrozenTarget, draft_ids: torch.Tensor) -> None:
+    drafter, target = _of_kind(kind, frozen, draft_ids)
+    settings = OnlineSettings(learning_rate=3e-3, feature=Eagle1Settings(noise=0.0))
+    trainer = OnlineTrainer(drafter, target, settings, seed=0)
+    (batch,) = _batches(kind, 1)
+    losses = [trainer.step(batch).loss for _ in range(60)]
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+def test_accumulated_batches_are_one_large_batch(kind: str, frozen: FrozenTarget, draft_ids: torch.Tensor) -> None:
+    """EAGLE-3 draws nothing, and DFlash takes every anchor: so the two must agree."""
+    layers = 2 if kind == "dflash" else 3
+    records = [make_record(8 + 3 * i, 2 + i, i, layers=layers) for i in range(4)]
+    states = []
+    for groups in ([records], [records[:1], records[1:]]):
+        drafter, target = _of_kind(kind, frozen, draft_ids)
+        trainer = OnlineTrainer(drafter, target, OnlineSettings(), seed=0)
+        for _ in range(3):
+            report = trainer.step(*(collate(group, 64, "cpu") for group in groups))
+        states.append((report, drafter.state_dict()))
+    assert states[0][0].loss == pytest.approx(states[1][0].loss, rel=1e-5)
+    assert states[0][0].step_accuracy == states[1][0].step_accuracy
+    for name, tensor in states[0][1].items():
+        torch.testing.assert_close(tensor, states[1][1][name], rtol=1e-3, atol=2e-5)
+
+
+def test_segments_give_the_whole_gradient(
+    draft_ids: torch.Tensor, frozen: FrozenTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (batch,) = _batches("eagle3", 1)
+    grads = []
+    for positions in (4096, 4):
+        monkeypatch.setattr("draftloop.drafters.eagle3_loss._SEGMENT_POSITIONS", positions)
+        drafter, _ = _of_kind("eagle3", frozen, draft_ids)
+        assert isinstance(drafter, Eagle3Drafter)
+        objective = TttObjective(drafter, frozen, TttSettings())
+        plan = objective.plan(batch, torch.Generator())
+        loss = objective.backward(batch, plan, plan.mass).loss
+        grads.append([loss, *(p.grad for p in drafter.parameters())])
+    whole, _ = _of_kind("eagle3", frozen, draft_ids)
+    assert isinstance(whole, Eagle3Drafter)
+    plain = eagle3_loss(whole, batch, frozen, TttSettings()).loss
+    plain.backward()
+    grads.append([plain.detach(), *(p.grad for p in whole.parameters())])
+    for other in grads[1:]:
+        torch.testing.assert_close(grads[0], other, rtol=1e-4, atol=1e-6)
+
+
+def _one_rank(rank: int, kind: str, folder: str, frozen: FrozenTarget, draft_ids: torch.Tensor) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    drafter, target = _of_kind(kind, frozen, draft_ids)
+    trainer = OnlineTrainer(drafter, target, SETTINGS, seed=5, group=dist.group.WORLD)
+    batches = _batches(kind, 4)
+    reports = [trainer.step(batches[2 * i + rank]) for i in range(2)]
+    torch.save((reports, trainer.candidate_state_dict()), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "dflash"])
+def test_two_processes_match_one_step_for_step(
+    kind: str, tmp_path: Path, frozen: FrozenTarget, draft_ids: torch.Tensor
+) -> None:
+    # Forked, not spawned: pytest's test modules cannot be imported by name.
+    mp.start_processes(_one_rank, (kind, str(tmp_path), frozen, draft_ids), nprocs=2, start_method="fork")
+    drafter, target = _of_kind(kind, frozen, draft_ids)
+    trainer = OnlineTrainer(drafter, target, SETTINGS, seed=5)
+    batches = _batches(kind, 4)
+    expected = [trainer.step(batches[2 * i], batches[2 * i + 1]) for i in range(2)]
+    for rank in range(2):
+        reports, state = torch.load(tmp_path / f"{rank}.pt", weights_only=False)
+        for one, two in zip(reports, expected, strict=True):
+            assert dataclasses.astuple(one)[1] == pytest.approx(two.loss, rel=1e-5)
+            assert (one.step, one.tokens, one.positions) == (two.step, two.tokens, two.positions)
+            assert one.grad_norm == pytest.approx(two.grad_norm, rel=1e-4)
+        for name, tensor in trainer.candidate_state_dict().items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=1e-6)
+
+
+def test_bfloat16_products_stay_near_single_precision(
+    draft_ids: torch.Tensor, frozen: FrozenTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the GPU does, on the CPU: autocast in the forward pass of every objective."""
+    for kind in ("eagle1", "eagle3", "dflash"):
+        norms = []
+        for enabled in (False, True):
+            cast = lambda device, on=enabled: torch.autocast("cpu", torch.bfloat16, enabled=on)  # noqa: E731
+            for name in ("eagle1", "eagle3_loss", "dflash_loss"):
+                monkeypatch.setattr(f"draftloop.drafters.{name}.mixed_precision", cast)
+            drafter, target = _of_kind(kind, frozen, draft_ids)
+            report = OnlineTrainer(drafter, target, OnlineSettings(), seed=0).step(*_batches(kind, 1))
+            norms.append((report.loss, report.grad_norm))
+            assert {p.dtype for p in drafter.parameters()} == {torch.float32}
+        assert norms[0] == pytest.approx(norms[1], rel=0.1)
+        assert norms[0] != norms[1]
 
 
 def test_batches_that_teach_nothing_or_hold_nan_touch_no_weight(draft_ids: torch.Tensor, frozen: FrozenTarget) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from fractions import Fraction
@@ -11,8 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftloop.drafters.tree import DraftTree, draft_tree, grow, rerank
-from draftloop.drafters.verify import RandomChance, Verdict, verify_greedy, verify_sampled
+from draftloop.drafters.tree import EAGLE1_TREE, DraftTree, draft_tree, grow, rerank, static_tree, without_rerank
+from draftloop.drafters.verify import (
+    RandomChance,
+    Verdict,
+    verify_greedy,
+    verify_sampled,
+    verify_sampled_siblings,
+)
 
 VOCAB = 4
 
@@ -36,6 +43,7 @@ def _tree(tokens: list[int], parents: list[int]) -> DraftTree:
 
 # Exact ties: certain tokens (0), impossible ones (-inf), equal ones, and one that rounded above 0.
 confidences = st.sampled_from([0.0, 1e-7, -0.5, -0.5, -1.0, -math.inf])
+weights = st.lists(st.integers(0, 3), min_size=VOCAB, max_size=VOCAB).filter(any)
 tables = st.lists(st.lists(confidences, min_size=VOCAB, max_size=VOCAB), min_size=1, max_size=5)
 
 
@@ -80,6 +88,65 @@ def test_a_drawn_example() -> None:
     assert tree.ancestor_mask().int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
 
 
+@settings(deadline=None, max_examples=60)
+@given(tables, st.integers(1, 3), st.integers(1, 3), st.integers(1, 10), st.booleans())
+def test_the_ablations_trees_are_connected(
+    rows: list[list[float]], depth: int, topk: int, total: int, rerank_too: bool
+) -> None:
+    candidates = grow(_proposer(rows), depth, topk, by="confidence" if rerank_too else "value")
+    tree = (rerank if rerank_too else without_rerank)(candidates, 9, total)
+    assert len(tree.tokens) == 1 + min(total - 1, len(candidates.tokens) if rerank_too else depth * topk)
+    for node in range(1, len(tree.tokens)):
+        assert 0 <= int(tree.parents[node]) < node
+        assert int(tree.depths[node]) == int(tree.depths[int(tree.parents[node])]) + 1
+
+
+def test_confidence_expansion_may_leave_the_best_path() -> None:
+    p = {(): [0.6, 0.4, 0.0, 0.0], (0,): [0.3, 0.25, 0.25, 0.2], (1,): [0.4, 0.3, 0.2, 0.1]}
+    propose = lambda paths: torch.tensor([p[tuple(row)] for row in paths.tolist()]).log()  # noqa: E731
+    by_value, by_confidence = (grow(propose, 2, 2, by=by) for by in ("value", "confidence"))
+    # Values .18 .15 below token 0 and .16 .12 below token 1; confidences .3 .25 and .4 .3.
+    assert by_value.expanded.tolist() == [True, True, True, False, True, False]
+    assert by_confidence.expanded.tolist() == [True, True, True, False, True, False]
+    p[(0,)] = [0.29, 0.28, 0.23, 0.2]
+    by_value, by_confidence = (grow(propose, 2, 2, by=by) for by in ("value", "confidence"))
+    assert by_value.expanded.tolist() == [True, True, True, True, False, False]
+    assert by_confidence.expanded.tolist() == [True, True, False, False, True, True]
+
+
+def test_the_static_tree_has_its_form_and_the_best_tokens() -> None:
+    table = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log()
+    tree = static_tree(lambda paths: table.expand(len(paths), 4), 9, EAGLE1_TREE)
+    assert len(tree.tokens) == 1 + len(EAGLE1_TREE)
+    best = [1, 3, 2, 0]
+    for node, path in enumerate(EAGLE1_TREE, start=1):
+        said, at = [], node
+        while at:
+            said.append(int(tree.tokens[at]))
+            at = int(tree.parents[at])
+        assert said[::-1] == [best[rank] for rank in path]
+        assert int(tree.depths[node]) == len(path)
+        assert float(tree.log_values[node]) == pytest.approx(sum(float(table[0, t]) for t in said), abs=1e-5)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(1, 3), weights, weights)
+def test_sampled_siblings_have_exactly_the_targets_law(width: int, p: list[int], q: list[int]) -> None:
+    """Over every draw of the siblings and every path of chance, the first emitted token has the law p."""
+    target, draft = (torch.tensor(w, dtype=torch.float64) / sum(w) for w in (p, q))
+    law = [0.0] * VOCAB
+    for drawn in itertools.product(range(VOCAB), repeat=width):
+        drawn_with = math.prod(float(draft[token]) for token in drawn)
+        if drawn_with == 0.0:
+            continue
+        tree = _tree([9, *drawn], [-1] + [0] * width)
+        probs = torch.stack([target] * (width + 1)), torch.stack([draft] * (width + 1))
+        outcomes = _enumerate(lambda chance, t=tree, x=probs: verify_sampled_siblings(t, *x, chance))  # type: ignore[misc]
+        for tokens, weight in outcomes.items():
+            law[tokens[0]] += drawn_with * weight
+    assert law == pytest.approx(target.tolist(), abs=1e-9)
+
+
 def test_greedy_follows_the_target() -> None:
     tree = _tree([9, 1, 2, 3, 0], [-1, 0, 0, 2, 3])
     assert verify_greedy(tree, torch.tensor([2, 0, 3, 1, 1])) == Verdict((0, 2, 3), (2, 3, 1))
@@ -109,12 +176,16 @@ class EveryChance:
 
 
 def _law(tree: DraftTree, probs: torch.Tensor) -> dict[tuple[int, ...], float]:
+    return _enumerate(lambda chance: verify_sampled(tree, probs, chance))
+
+
+def _enumerate(verify: Callable[[EveryChance], Verdict]) -> dict[tuple[int, ...], float]:
     """Emitted tokens -> exact probability, over every path of decisions."""
     law: dict[tuple[int, ...], float] = {}
     script: list[int] | None = []
     while script is not None:
         chance = EveryChance(script)
-        verdict = verify_sampled(tree, probs, chance)
+        verdict = verify(chance)
         assert len(verdict.tokens) == len(verdict.nodes)
         law[verdict.tokens] = law.get(verdict.tokens, 0.0) + chance.weight
         script = chance.taken
@@ -132,7 +203,6 @@ shapes = st.sampled_from([
     ([9, 1, 2, 0, 3, 2], [-1, 0, 0, 1, 1, 3]),
     ([9, 1, 1, 1], [-1, 0, 1, 2]),
 ])  # fmt: skip
-weights = st.lists(st.integers(0, 3), min_size=VOCAB, max_size=VOCAB).filter(any)
 
 
 @settings(deadline=None, max_examples=40)

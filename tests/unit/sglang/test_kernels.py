@@ -123,7 +123,9 @@ def test_rotate_input_ids_shifts_each_request_by_one(seed: int, lengths: list[in
         if n:
             row[chosen[i] - int(start[i]) if selects else n - 1] = int(new[i])
         expected += row
-    kernels.rotate_input_ids_cpu(ids, start, torch.tensor(lengths), new[:, None], torch.tensor(chosen) if selects else None)
+    kernels.rotate_input_ids_cpu(
+        ids, start, torch.tensor(lengths), new[:, None], torch.tensor(chosen) if selects else None
+    )
     assert ids.tolist() == expected
 
 

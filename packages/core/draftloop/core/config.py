@@ -29,9 +29,11 @@ class TargetConfig(_Section):
 class DrafterConfig(_Section):
     """The drafter's kind and shape."""
 
-    kind: Literal["eagle3"] = "eagle3"
+    kind: Literal["eagle3", "dflash"] = "eagle3"
     checkpoint: Path | None = Field(None, description="start from this drafter instead of an untrained one")
-    draft_vocab_size: int = Field(4096, ge=16)
+    draft_vocab_size: int = Field(4096, ge=16, description="EAGLE-3: rows of its own head")
+    num_layers: int = Field(2, ge=1, description="DFlash: layers of the drafter (the paper: 5)")
+    block_size: int = Field(8, ge=2, description="DFlash: slots of a block, the known token included (the paper: 16)")
     layer_ids: tuple[int, ...] | None = Field(None, description="target layers (outputs); None = the paper's choice")
     intermediate_size: int | None = Field(None, description="MLP width; None = the target's")
 
@@ -73,7 +75,7 @@ class TrainerConfig(_Section):
     weight_decay: float = Field(0.0, ge=0.0)
     clip_norm: float = Field(0.5, gt=0.0)
     ema_decay: float = Field(0.98, ge=0.0, lt=1.0)
-    batch_tokens: int = Field(512, ge=32, description="small steps learn most per second on a CPU")
+    batch_tokens: int = Field(256, ge=32, description="small steps learn most per second on a CPU")
     max_length: int = Field(1024, ge=32)
     threads: int = Field(1, ge=1)
 
@@ -99,7 +101,7 @@ class TrafficConfig(_Section):
 class DemoConfig(_Section):
     """`draftloop demo`: how long, how much is measured."""
 
-    minutes: float = Field(18.0, gt=0.0, description="wall-clock budget of the whole command, set-up aside")
+    minutes: float = Field(19.0, gt=0.0, description="wall-clock budget of the whole command, set-up aside")
     heldout_prompts: int = Field(32, ge=1)
     heldout_tokens: int = Field(64, ge=8)
     speed_prompts: int = Field(4, ge=1)
@@ -162,6 +164,11 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
         raise ConfigError(f"override {override!r}: the value is not valid YAML") from None
 
 
+def dump_config(config: Config) -> str:
+    """The resolved config as YAML; `load_config` reads it back unchanged."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
 def save_config(config: Config, path: Path) -> None:
-    """Write the resolved config; `load_config` reads it back unchanged."""
-    path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+    """Write the resolved config to `path`."""
+    path.write_text(dump_config(config), encoding="utf-8")

@@ -1,7 +1,7 @@
 """Drafter checkpoints: the folder SGLang serves, with the manifest that says what it fits.
 
-    config.json                  what SGLang reads: architecture, shape, fused layer ids (outputs of layer i)
-    model.safetensors            every parameter, and the map `d2t`
+    config.json                  what SGLang reads: see `layouts`
+    model.safetensors            every parameter, and the map `d2t` where there is one
     draftloop_manifest.json      target, layers, vocabulary map, checksums, lineage
 
 A folder appears whole or not at all, and nothing is believed of it until every check has passed.
@@ -13,9 +13,9 @@ import json
 import shutil
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -32,16 +32,17 @@ from draftloop.core.manifest import (
     sha256_bytes,
     vocab_map_sha256,
 )
-from draftloop.drafters.eagle3 import Eagle3Config, Eagle3Drafter
+from draftloop.drafters.drafter import Drafter, Shape
+from draftloop.drafters.eagle3 import Eagle3Drafter
+from draftloop.drafters.layouts import build, draft_vocab, hf_config, kind_of, parse_hf_config, tensor_shapes
 from draftloop.drafters.vocab import check_draft_ids, ids_from_offsets
 
-ARCHITECTURE = "LlamaForCausalLMEagle3"
 WEIGHTS_FILE = "model.safetensors"
 
 
 def save_drafter(
     folder: Path,
-    config: Eagle3Config,
+    config: Shape,
     state: Mapping[str, Tensor],
     *,
     version: str,
@@ -55,15 +56,16 @@ def save_drafter(
         raise CheckpointError(f"{folder} exists already; a drafter version is never overwritten")
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     _check_tensors(folder, config, tensors)
+    size, vocab_map = draft_vocab(config, tensors)
     manifest = Manifest(
-        kind="eagle3",
+        kind=kind_of(config),
         version=version,
         parent=parent,
         target=target,
         layer_ids=config.layer_ids,
-        draft_vocab_size=config.draft_vocab_size,
-        vocab_map_sha256=draft_map_sha256(ids_from_offsets(tensors["d2t"])),
-        dtype=_dtype_name(tensors["lm_head.weight"].dtype),
+        draft_vocab_size=size,
+        vocab_map_sha256=draft_map_sha256(vocab_map),
+        dtype=_dtype_name(_main_dtype(tensors)),
         tensors={name: _entry(tensor) for name, tensor in sorted(tensors.items())},
         lineage=lineage or Lineage(),
         metrics=dict(metrics or {}),
@@ -83,12 +85,20 @@ def save_drafter(
     return manifest
 
 
-def load_drafter(folder: Path) -> tuple[Eagle3Drafter, Manifest]:
-    """Load a checked drafter. Raises CheckpointError or ManifestError in one line."""
+def load_any(folder: Path) -> tuple[Drafter, Manifest]:
+    """Load a checked drafter of any kind. Raises CheckpointError or ManifestError in one line."""
     config, tensors, manifest = _read_checked(folder)
     with torch.device("meta"):
-        drafter = Eagle3Drafter(config)
+        drafter = build(config)
     drafter.load_state_dict(tensors, assign=True)
+    return drafter, manifest
+
+
+def load_drafter(folder: Path) -> tuple[Eagle3Drafter, Manifest]:
+    """`load_any` where only an EAGLE-3 drafter will do."""
+    drafter, manifest = load_any(folder)
+    if not isinstance(drafter, Eagle3Drafter):
+        raise CheckpointError(f"{folder} holds a drafter of kind {manifest.kind}, not eagle3; choose another")
     return drafter, manifest
 
 
@@ -105,52 +115,11 @@ def draft_map_sha256(draft_ids: Tensor) -> str:
     return vocab_map_sha256(draft_ids.cpu().numpy())
 
 
-def hf_config(config: Eagle3Config, dtype: str) -> dict[str, Any]:
-    """The `config.json` from which SGLang builds `LlamaForCausalLMEagle3`."""
-    return {
-        "architectures": [ARCHITECTURE],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": 1,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
-        "max_position_embeddings": config.max_position_embeddings,
-        "vocab_size": config.vocab_size,
-        "draft_vocab_size": config.draft_vocab_size,
-        "tie_word_embeddings": False,
-        "torch_dtype": dtype,
-        "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": list(config.layer_ids),
-            "use_aux_hidden_state": True,
-        },
-    }
-
-
-def parse_hf_config(folder: Path) -> Eagle3Config:
-    """The inverse of `hf_config`."""
+def read_hf_config(folder: Path) -> Shape:
+    """The shape that a drafter's `config.json` describes. Raises CheckpointError in one line."""
     path = folder / "config.json"
     try:
-        raw = json.loads(path.read_bytes())
-        if raw["architectures"] != [ARCHITECTURE]:
-            raise CheckpointError(f"{path} describes {raw['architectures']}, not {ARCHITECTURE}")
-        return Eagle3Config(
-            hidden_size=raw["hidden_size"],
-            num_heads=raw["num_attention_heads"],
-            num_kv_heads=raw["num_key_value_heads"],
-            head_dim=raw["head_dim"],
-            intermediate_size=raw["intermediate_size"],
-            rms_norm_eps=raw["rms_norm_eps"],
-            rope_theta=raw["rope_theta"],
-            vocab_size=raw["vocab_size"],
-            draft_vocab_size=raw["draft_vocab_size"],
-            layer_ids=tuple(raw["eagle_config"]["eagle_aux_hidden_state_layer_ids"]),
-            max_position_embeddings=raw["max_position_embeddings"],
-        )
+        return parse_hf_config(json.loads(path.read_bytes()))
     except FileNotFoundError:
         raise CheckpointError(f"{folder} has no config.json: it is not a drafter checkpoint") from None
     except KeyError as err:
@@ -159,15 +128,9 @@ def parse_hf_config(folder: Path) -> Eagle3Config:
         raise CheckpointError(f"{path} is not valid JSON; export the drafter again") from None
 
 
-def tensor_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor a drafter of this shape stores."""
-    with torch.device("meta"):
-        return {name: tuple(tensor.shape) for name, tensor in Eagle3Drafter(config).state_dict().items()}
-
-
-def _read_checked(folder: Path) -> tuple[Eagle3Config, dict[str, Tensor], Manifest]:
+def _read_checked(folder: Path) -> tuple[Shape, dict[str, Tensor], Manifest]:
     manifest = Manifest.load(folder)
-    config = parse_hf_config(folder)
+    config = read_hf_config(folder)
     path = folder / WEIGHTS_FILE
     try:
         tensors = load_file(path)
@@ -175,23 +138,27 @@ def _read_checked(folder: Path) -> tuple[Eagle3Config, dict[str, Tensor], Manife
         raise CheckpointError(f"{folder} has no {WEIGHTS_FILE}; export the drafter again") from None
     except SafetensorError as err:
         raise CheckpointError(f"{path} is damaged or cut short ({err}); export the drafter again") from None
+    if kind_of(config) != manifest.kind:
+        raise CheckpointError(
+            f"{folder}: config.json describes a drafter of kind {kind_of(config)}, the manifest one of {manifest.kind}"
+        )
     if config.layer_ids != manifest.layer_ids:
         raise CheckpointError(
             f"{folder}: config.json fuses layers {list(config.layer_ids)}, the manifest says "
             f"{list(manifest.layer_ids)}; export the drafter again"
         )
     _check_tensors(folder, config, tensors)
-    _check_against_manifest(folder, tensors, manifest)
+    _check_against_manifest(folder, config, tensors, manifest)
     return config, tensors, manifest
 
 
-def _check_tensors(folder: Path, config: Eagle3Config, tensors: Mapping[str, Tensor]) -> None:
+def _check_tensors(folder: Path, config: Shape, tensors: Mapping[str, Tensor]) -> None:
     shapes = tensor_shapes(config)
     if missing := sorted(shapes.keys() - tensors.keys()):
         raise CheckpointError(f"{folder}: tensor {missing[0]} is missing; export the drafter again")
     if extra := sorted(tensors.keys() - shapes.keys()):
-        raise CheckpointError(f"{folder}: tensor {extra[0]} does not belong to an EAGLE-3 drafter")
-    dtype = tensors["lm_head.weight"].dtype
+        raise CheckpointError(f"{folder}: tensor {extra[0]} does not belong to a drafter of kind {kind_of(config)}")
+    dtype = _main_dtype(tensors)
     for name, tensor in tensors.items():
         if tuple(tensor.shape) != shapes[name]:
             raise CheckpointError(
@@ -204,10 +171,11 @@ def _check_tensors(folder: Path, config: Eagle3Config, tensors: Mapping[str, Ten
             )
         if not bool(torch.isfinite(tensor).all()):
             raise CheckpointError(f"{folder}: tensor {name} holds NaN or infinite values; do not serve this drafter")
-    check_draft_ids(ids_from_offsets(tensors["d2t"]), config.vocab_size)
+    if "d2t" in tensors:
+        check_draft_ids(ids_from_offsets(tensors["d2t"]), config.vocab_size)
 
 
-def _check_against_manifest(folder: Path, tensors: Mapping[str, Tensor], manifest: Manifest) -> None:
+def _check_against_manifest(folder: Path, config: Shape, tensors: Mapping[str, Tensor], manifest: Manifest) -> None:
     for name, tensor in tensors.items():
         entry = manifest.tensors.get(name)
         if entry is None:
@@ -219,7 +187,7 @@ def _check_against_manifest(folder: Path, tensors: Mapping[str, Tensor], manifes
             )
         if entry.sha256 != _tensor_sha256(tensor):
             raise CheckpointError(f"{folder}: the checksum of tensor {name} is wrong: the file changed after export")
-    if draft_map_sha256(ids_from_offsets(tensors["d2t"])) != manifest.vocab_map_sha256:
+    if draft_map_sha256(draft_vocab(config, tensors)[1]) != manifest.vocab_map_sha256:
         raise CheckpointError(f"{folder}: d2t is not the vocabulary map the manifest names; export the drafter again")
 
 
@@ -229,6 +197,11 @@ def _entry(tensor: Tensor) -> TensorEntry:
 
 def _tensor_sha256(tensor: Tensor) -> str:
     return sha256_bytes(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+
+
+def _main_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
+    """The dtype of most weights; the odd one out is the wrong one."""
+    return Counter(tensor.dtype for name, tensor in tensors.items() if name != "d2t").most_common(1)[0][0]
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -15,14 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftloop.core.errors import ConfigError
-from draftloop.drafters.ttt_attention import rope_tables, rotate, ttt_attention
+from draftloop.core.manifest import DrafterKind
+from draftloop.drafters.batch import Batch
+from draftloop.drafters.drafter import Shape, shape_of_target
+from draftloop.drafters.recurrent import Mlp, RecurrentDrafter
+from draftloop.drafters.target import FrozenTarget
 from draftloop.drafters.vocab import ids_from_offsets, offsets_from_ids
 
 
@@ -41,30 +45,16 @@ def default_layer_ids(num_layers: int) -> tuple[int, int, int]:
 
 
 @dataclass(frozen=True)
-class Eagle3Config:
-    """The drafter's shape. `hidden_size` is the target's too, because the embedding is shared.
+class Eagle3Config(Shape):
+    """The drafter's shape: one layer, K = len(layer_ids) fused layers, a head of `draft_vocab_size` tokens."""
 
-    layer_ids: target layers whose OUTPUT is fused (output of layer i), K of them, in fusing order.
-    """
-
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    rms_norm_eps: float
-    rope_theta: float
-    vocab_size: int
     draft_vocab_size: int
-    layer_ids: tuple[int, ...]
-    max_position_embeddings: int
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if len(self.layer_ids) < 2:
             # SGLang skips fc when the captured width already equals the hidden size.
             raise ConfigError(f"EAGLE-3 needs at least two fused layers, not {list(self.layer_ids)}")
-        if self.num_heads % self.num_kv_heads != 0:
-            raise ConfigError(f"{self.num_heads} heads cannot share {self.num_kv_heads} key-value heads evenly")
         if not 0 < self.draft_vocab_size <= self.vocab_size:
             raise ConfigError(
                 f"draft vocabulary {self.draft_vocab_size} must be between 1 and the target's {self.vocab_size}"
@@ -86,31 +76,22 @@ class Eagle3Config:
 
         None means the default: `default_layer_ids`, the target's own MLP width.
         """
-        hidden, heads = int(target["hidden_size"]), int(target["num_attention_heads"])
-        rope = target.get("rope_parameters") or {}
         return cls(
-            hidden_size=hidden,
-            num_heads=heads,
-            num_kv_heads=int(target.get("num_key_value_heads") or heads),
-            head_dim=int(target.get("head_dim") or hidden // heads),
-            intermediate_size=intermediate_size or int(target["intermediate_size"]),
-            rms_norm_eps=float(target.get("rms_norm_eps", 1e-6)),
-            rope_theta=float(target.get("rope_theta") or rope.get("rope_theta") or 10000.0),
-            vocab_size=int(target["vocab_size"]),
-            draft_vocab_size=draft_vocab_size,
+            **shape_of_target(target, intermediate_size),
             layer_ids=layer_ids or default_layer_ids(int(target["num_hidden_layers"])),
-            max_position_embeddings=int(target["max_position_embeddings"]),
+            draft_vocab_size=draft_vocab_size,
         )
 
 
-class Eagle3Drafter(nn.Module):
+class Eagle3Drafter(RecurrentDrafter):
     """See the module's drawing. Buffer `d2t` [Vd] holds offsets: target id = d + d2t[d]."""
 
+    kind: ClassVar[DrafterKind] = "eagle3"
     d2t: Tensor
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
-        self.config = config
+        self.config = self.shape = config
         self.fc = nn.Linear(config.num_fused_layers * config.hidden_size, config.hidden_size, bias=False)
         self.midlayer = _Midlayer(config)
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -181,45 +162,30 @@ class Eagle3Drafter(nn.Module):
         """[Vd] int64: the target id of each draft id."""
         return ids_from_offsets(self.d2t)
 
-    def forward(self, fused: Tensor, embeddings: Tensor, positions: Tensor, steps: int) -> list[Tensor]:
-        """Unroll `steps` steps from S chosen positions: true states at step 0, the drafter's features after.
+    def states(self, batch: Batch) -> Tensor:
+        return batch.fused
 
-        fused: [B, T, K*H].  embeddings: [B, T+steps-1, H], where step j of position t reads row t+j.
-        positions: [B, S] int64.  Returns one [B, S, H] per step: the features before `norm`.
+    def first_feature(self, states: Tensor) -> Tensor:
+        return cast(Tensor, self.fc(states))
 
-            t = 0, 3 steps:   step 0 reads f[0], e[0]    step 1 reads g0[0], e[1]    step 2 reads g1[0], e[2]
-        """
-        attention, length = self.midlayer.self_attn, fused.shape[1]
-        cos, sin = rope_tables(embeddings.shape[1], self.config.head_dim, self.config.rope_theta, fused.device)
-        # A step reads the embedding's part of q, k, v one position later than the step before: project once.
-        token_part = self.midlayer.project_tokens(embeddings)
-        feature = cast(Tensor, self.fc(fused))
-        qkv = token_part[:, :length] + self.midlayer.project_feature(feature)
-        query, *prefix = attention.heads(qkv, cos[None, :length], sin[None, :length])
-        query = choose_rows(query.transpose(1, 2), positions).transpose(1, 2)
-        feature = choose_rows(feature, positions)
-        own: list[tuple[Tensor, Tensor]] = []
-        features: list[Tensor] = []
-        for step in range(steps):
-            if step > 0:
-                now = positions + step
-                qkv = choose_rows(token_part, now) + self.midlayer.project_feature(feature)
-                query, key, value = attention.heads(qkv, cos[now], sin[now])
-                own.append((key, value))
-            feature = self.midlayer(feature, ttt_attention(query, positions, (prefix[0], prefix[1]), own))
-            features.append(feature)
-        return features
+    def project_tokens(self, embeddings: Tensor) -> Tensor:
+        return self.midlayer.project_tokens(embeddings)
+
+    def join(self, token_part: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        return feature, token_part + self.midlayer.project_feature(feature)
+
+    def finish_layer(self, residual: Tensor, attended: Tensor) -> Tensor:
+        return self.midlayer(residual, attended)
+
+    def readout(self, features: Tensor) -> Tensor:
+        return cast(Tensor, self.norm(features))
+
+    def head(self, target: FrozenTarget) -> Tensor:
+        return self.lm_head.weight
 
     def logits(self, features: Tensor) -> Tensor:
         """[..., H] features before `norm` -> [..., Vd] draft logits."""
         return cast(Tensor, self.lm_head(self.norm(features)))
-
-
-def choose_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """Take rows [B, S] of each sequence of x [B, T, ...]: [B, S, ...]."""
-    starts = torch.arange(x.shape[0], device=x.device)[:, None] * x.shape[1]
-    # index_select has the one row-gather backward that is fast on a CPU.
-    return x.flatten(0, 1).index_select(0, (rows + starts).flatten()).view(*rows.shape, *x.shape[2:])
 
 
 class _Midlayer(nn.Module):
@@ -228,7 +194,7 @@ class _Midlayer(nn.Module):
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
         self.self_attn = _Attention(config)
-        self.mlp = _Mlp(config)
+        self.mlp = Mlp(config)
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -263,24 +229,3 @@ class _Attention(nn.Module):
         columns = slice(0, self.hidden) if first_half else slice(self.hidden, None)
         weights = [proj.weight[:, columns] for proj in (self.q_proj, self.k_proj, self.v_proj)]
         return F.linear(half, torch.cat(weights))
-
-    def heads(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Split and rotate. qkv: [B, S, (heads + 2*kv_heads)*D].  cos, sin: [B or 1, S, D].
-
-        Returns query [B, heads, S, D], key and value [B, kv_heads, S, D].
-        """
-        heads = qkv.view(*qkv.shape[:2], -1, self.head_dim).transpose(1, 2)
-        turned = self.num_heads + self.num_kv_heads
-        rotated = rotate(heads[:, :turned], cos, sin)
-        return rotated[:, : self.num_heads], rotated[:, self.num_heads :], heads[:, turned:]
-
-
-class _Mlp(nn.Module):
-    def __init__(self, config: Eagle3Config) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return cast(Tensor, self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))

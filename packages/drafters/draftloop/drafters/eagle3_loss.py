@@ -9,28 +9,37 @@ Who reads what at position t (x token, f fused states, h final hidden state, g t
 So the row that teaches step j of position t is t+1+j. Only rows that predict generated tokens teach: prompt rows
 would too, but on SmolLM2 they brought nothing a record (accepted length 1.50 with and without them after 40
 steps) and took twice the time a step.
+
+Memory: step 0's keys are all that one position needs of another, so the positions are unrolled a segment at a
+time, each going backward before the next begins.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from draftloop.drafters.batch import Batch
-from draftloop.drafters.eagle3 import Eagle3Drafter
-from draftloop.drafters.objectives import mean_of_valid, soft_cross_entropy
+from draftloop.drafters.head_loss import head_loss
+from draftloop.drafters.losses import Plan, Tally, mixed_precision, tally
+from draftloop.drafters.objectives import DIVERGENCES, Divergence
+from draftloop.drafters.recurrent import Prefix, RecurrentDrafter
 from draftloop.drafters.target import FrozenTarget
+
+# Positions (over the batch) unrolled together.
+_SEGMENT_POSITIONS = 4096
 
 
 @dataclass(frozen=True)
 class TttSettings:
-    """steps: unrolled steps.  decay: step j weighs decay**j."""
+    """steps: unrolled steps.  decay: step j weighs decay**j.  divergence: what a row's loss is."""
 
     steps: int = 3
     decay: float = 0.8
+    divergence: Divergence = "cross-entropy"
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,14 @@ class Unrolled:
     row: Tensor
     taught: Tensor
 
+    def segments(self) -> Iterator[Unrolled]:
+        """The same positions, at most `_SEGMENT_POSITIONS` at a time."""
+        batch, size = self.positions.shape
+        width = max(1, _SEGMENT_POSITIONS // batch)
+        for begin in range(0, size, width):
+            part = slice(begin, begin + width)
+            yield Unrolled(self.positions[:, part], self.row[:, :, part], self.taught[:, :, part])
+
 
 def unroll_from(teaches: Tensor, steps: int) -> Unrolled:
     """Choose every position whose next row teaches. teaches: [B, T] bool."""
@@ -75,29 +92,76 @@ def unroll_from(teaches: Tensor, steps: int) -> Unrolled:
     return Unrolled(positions, row, taught)
 
 
-def step_embeddings(batch: Batch, embedding: Tensor, steps: int) -> Tensor:
-    """[B, T+steps-1, H]: row t+j is the embedding of x[t+1+j], what step j of position t reads."""
-    return F.embedding(F.pad(batch.token_ids[:, 1:], (0, steps)), embedding)
+@dataclass(frozen=True)
+class TttObjective:
+    """The weighted mean over the steps of the mean loss over the positions taught at that step.
+
+    Any recurrent drafter can be trained so: EAGLE-3 is.
+    """
+
+    drafter: RecurrentDrafter
+    target: FrozenTarget
+    settings: TttSettings
+
+    def plan(self, batch: Batch, generator: torch.Generator) -> Plan:
+        unrolled = unroll_from(batch.generated, self.settings.steps)
+        return Plan(unrolled.taught.sum((1, 2)).float(), unrolled)
+
+    def backward(self, batch: Batch, plan: Plan, mass: Tensor) -> Tally:
+        with mixed_precision(mass.device):
+            prefix = self._prefix(batch)
+        leaves = prefix.leaves()
+        parts = []
+        for segment in plan.rows.segments():
+            with mixed_precision(mass.device):
+                part = self.loss(batch, segment, mass, leaves)
+            part.loss.backward()  # type: ignore[no-untyped-call]
+            parts.append(part.detached())
+        # One sweep from the leaves' gradients into the weights that made the prefix.
+        pairs = [(whole, leaf.grad) for whole, leaf in zip(prefix.tensors(), leaves.tensors(), strict=True)]
+        reached = [(whole, grad) for whole, grad in pairs if grad is not None]
+        torch.autograd.backward([whole for whole, _ in reached], [grad for _, grad in reached])
+        return sum(parts[1:], start=parts[0])
+
+    def loss(self, batch: Batch, unrolled: Unrolled, mass: Tensor, prefix: Prefix | None = None) -> Tally:
+        """The share of the loss of these positions; the prefix is computed when it is not given."""
+        drafter, steps = self.drafter, self.settings.steps
+        features = drafter.unroll(prefix or self._prefix(batch), unrolled.positions, steps)
+        # Each taught row of each step, ordered by the target row that teaches it: neighbours share a teacher.
+        flat = unrolled.row + torch.arange(len(batch.lengths), device=mass.device)[:, None] * batch.generated.shape[1]
+        teacher, order = torch.sort(flat[unrolled.taught], stable=True)
+        step = torch.nonzero(unrolled.taught)[order, 0]
+        student = torch.stack(features)[unrolled.taught].index_select(0, order)
+        decay = torch.tensor([self.settings.decay**j for j in range(steps)], device=mass.device)
+        weights = (decay / decay.sum() / mass)[step].to(student.dtype if student.dtype == torch.float64 else mass.dtype)
+
+        states = batch.last_hidden.flatten(0, 1)
+        divergence = DIVERGENCES[self.settings.divergence]
+
+        def row_loss(logits: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
+            rows, place = torch.unique_consecutive(teacher[begin:end], return_inverse=True)
+            probs = self.target.draft_probs(states[rows])
+            hits = logits.detach().argmax(-1) == probs.argmax(-1)[place]
+            return divergence(logits, probs.index_select(0, place)), hits
+
+        result = head_loss(drafter.readout(student), drafter.head(self.target), weights, row_loss)
+        return tally(*result, step, steps)
+
+    def _prefix(self, batch: Batch) -> Prefix:
+        drafter = self.drafter
+        return drafter.prefix(drafter.states(batch), drafter.step_embeddings(batch, self.target, self.settings.steps))
 
 
-def eagle3_loss(drafter: Eagle3Drafter, batch: Batch, target: FrozenTarget, settings: TttSettings) -> TttLoss:
-    """The weighted mean over the steps of the mean soft cross-entropy over the positions taught at that step."""
-    teaches = batch.generated
-    unrolled = unroll_from(teaches, settings.steps)
-    # The target's distributions, once for all steps; index finds each teaching row among them.
-    probs = target.draft_probs(batch.last_hidden[teaches])
-    best = probs.argmax(-1)
-    index = (teaches.flatten().cumsum(0) - 1).view_as(teaches)
-
-    embeddings = step_embeddings(batch, target.embedding, settings.steps)
-    features = drafter(batch.fused, embeddings, unrolled.positions, settings.steps)
-    losses, accuracies, counts = [], [], []
-    for feature, row, taught in zip(features, unrolled.row, unrolled.taught, strict=True):
-        rows = torch.gather(index, 1, row)[taught]
-        logits = drafter.logits(feature[taught])
-        losses.append(mean_of_valid(soft_cross_entropy(logits, probs.index_select(0, rows)), len(rows)))
-        accuracies.append((logits.detach().argmax(-1) == best[rows]).float().sum() / max(len(rows), 1))
-        counts.append(len(rows))
-    weights = torch.tensor([settings.decay**step for step in range(settings.steps)], device=probs.device)
-    loss = (torch.stack(losses) * weights).sum() / weights.sum()
-    return TttLoss(loss, tuple(float(x.detach()) for x in losses), tuple(float(x) for x in accuracies), sum(counts))
+def eagle3_loss(drafter: RecurrentDrafter, batch: Batch, target: FrozenTarget, settings: TttSettings) -> TttLoss:
+    """The loss of one batch by itself, with its graph."""
+    objective = TttObjective(drafter, target, settings)
+    unrolled = unroll_from(batch.generated, settings.steps)
+    mass = unrolled.taught.sum((1, 2)).float().clamp(min=1.0)
+    parts = objective.loss(batch, unrolled, mass)
+    counts = parts.counts.clamp(min=1.0)
+    return TttLoss(
+        parts.loss,
+        tuple((parts.sums / counts).tolist()),
+        tuple((parts.hits / counts).tolist()),
+        int(parts.counts.sum()),
+    )

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from draftloop.core.records import CaptureRecord
 from draftloop.drafters.batch import Batch, collate
-from draftloop.drafters.eagle3 import Eagle3Drafter
-from draftloop.drafters.eagle3_loss import step_embeddings, unroll_from
+from draftloop.drafters.drafter import Drafter
+from draftloop.drafters.eagle3_loss import unroll_from
 from draftloop.drafters.target import FrozenTarget
 
 
@@ -64,7 +64,7 @@ def prepare_holdout(
 
 @torch.no_grad()
 def expected_accepted_length(
-    drafter: Eagle3Drafter, holdout: Holdout, target: FrozenTarget, topk: Sequence[int]
+    drafter: Drafter, holdout: Holdout, target: FrozenTarget, topk: Sequence[int]
 ) -> GateScore:
     """Score a drafter. topk: k_j of each step; all ones for a chain, what the tree explores for a tree."""
     nothing = torch.zeros(len(topk), 0, dtype=torch.bool)
@@ -84,7 +84,7 @@ def expected_accepted_length(
 
 
 def _step_hits(
-    drafter: Eagle3Drafter, batch: Batch, greedy: Tensor, target: FrozenTarget, topk: Sequence[int]
+    drafter: Drafter, batch: Batch, greedy: Tensor, target: FrozenTarget, topk: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """[steps, M] bool hits of the positions with a full horizon, and [M] the batch row of each.
 
@@ -96,13 +96,12 @@ def _step_hits(
     steps = len(topk)
     unrolled = unroll_from(scored, steps)
     whole = unrolled.taught.all(0)
-    embeddings = step_embeddings(batch, target.embedding, steps)
-    features = drafter(batch.fused, embeddings, unrolled.positions, steps)
+    features = drafter.guess(batch, target, unrolled.positions, steps)
     draft_ids = drafter.draft_ids()
     hits = []
     for feature, row, k in zip(features, unrolled.row, topk, strict=True):
         wanted = torch.gather(greedy, 1, row)[whole]
-        guesses = draft_ids[drafter.logits(feature[whole]).topk(k, dim=-1).indices]
+        guesses = draft_ids[drafter.guess_logits(feature[whole], target).topk(k, dim=-1).indices]
         hits.append((guesses == wanted[:, None]).any(-1))
     return torch.stack(hits), whole.nonzero()[:, 0]
 

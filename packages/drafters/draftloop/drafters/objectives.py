@@ -1,10 +1,25 @@
-"""Training objectives: small pure functions over rows that are already selected (no padding inside)."""
+"""Training objectives: small pure functions over rows that are already selected (no padding inside).
+
+Each maps logits [M, Vd] and what teaches them to one loss a row, [M]. p is the target's distribution, q the
+drafter's.
+
+    soft_cross_entropy   -sum p log q            the papers' choice; mass-covering
+    forward_kl           sum p log(p/q)          the same gradient; 0 at the optimum
+    reverse_kl           sum q log(q/p)          mode-seeking
+    acceptance_loss      1 - sum min(p, q)       one minus the chance that a draft sampled from q is accepted
+    log_acceptance_loss  -log sum min(p, q)      the same optimum, steeper where acceptance is low
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+Divergence = Literal["cross-entropy", "forward-kl", "reverse-kl", "acceptance", "log-acceptance"]
 
 
 def soft_cross_entropy(logits: Tensor, target_probs: Tensor) -> Tensor:
@@ -18,6 +33,59 @@ def soft_cross_entropy(logits: Tensor, target_probs: Tensor) -> Tensor:
 def hard_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """Per-row cross-entropy against draft ids. logits: [M, Vd].  labels: [M] int64.  Returns [M]."""
     return F.cross_entropy(logits, labels, reduction="none")
+
+
+def forward_kl(logits: Tensor, target_probs: Tensor) -> Tensor:
+    """KL(p || q) a row: the soft cross-entropy less the target's entropy. Shapes as `soft_cross_entropy`."""
+    return soft_cross_entropy(logits, target_probs) + torch.special.xlogy(target_probs, target_probs).sum(-1)
+
+
+def reverse_kl(logits: Tensor, target_probs: Tensor) -> Tensor:
+    """KL(q || p) a row. Shapes as `soft_cross_entropy`; a p of 0 counts as the smallest normal number."""
+    log_q = logits.log_softmax(-1)
+    log_p = target_probs.clamp(min=torch.finfo(target_probs.dtype).tiny).log()
+    return (log_q.exp() * (log_q - log_p)).sum(-1)
+
+
+def acceptance(logits: Tensor, target_probs: Tensor) -> Tensor:
+    """sum_x min(p(x), q(x)): the chance that one draft sampled from q survives verification. Returns [M]."""
+    return torch.minimum(logits.softmax(-1), target_probs).sum(-1)
+
+
+def acceptance_loss(logits: Tensor, target_probs: Tensor) -> Tensor:
+    """The likelihood-of-acceptance (LK) loss, total-variation form: 1 - sum min(p, q)."""
+    return 1.0 - acceptance(logits, target_probs)
+
+
+def log_acceptance_loss(logits: Tensor, target_probs: Tensor) -> Tensor:
+    """The LK loss in log form, -log sum min(p, q); its gradient is the other's over the acceptance."""
+    return -acceptance(logits, target_probs).log()
+
+
+def unlikelihood(logits: Tensor, rejected: Tensor, target_probs: Tensor) -> Tensor:
+    """Learn from a draft that serving refused: -(1 - p(x)) log(1 - q(x)) for the refused token x.
+
+    Greedy verification refuses tokens the target nearly said; (1 - p) leaves those alone.
+    logits, target_probs: [M, Vd].  rejected: [M] int64 draft ids.  Returns [M].
+    """
+    log_norm = logits.logsumexp(-1)
+    others = logits.scatter(-1, rejected.unsqueeze(-1), -torch.inf).logsumexp(-1)
+    wrong = 1.0 - target_probs.gather(-1, rejected.unsqueeze(-1)).squeeze(-1)
+    return wrong * (log_norm - others)
+
+
+def forgetting_guard(logits: Tensor, earlier_logits: Tensor) -> Tensor:
+    """On replayed rows: KL from what an earlier drafter said to what this one says. Both [M, Vd]; returns [M]."""
+    return forward_kl(logits, earlier_logits.softmax(-1))
+
+
+DIVERGENCES: dict[Divergence, Callable[[Tensor, Tensor], Tensor]] = {
+    "cross-entropy": soft_cross_entropy,
+    "forward-kl": forward_kl,
+    "reverse-kl": reverse_kl,
+    "acceptance": acceptance_loss,
+    "log-acceptance": log_acceptance_loss,
+}
 
 
 def draft_distribution(target_logits: Tensor) -> Tensor:
@@ -35,7 +103,7 @@ def mean_of_valid(per_row: Tensor, count: int) -> Tensor:
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
-    """logsumexp(z) - <p, z>, whose gradient softmax(z) - p is formed once, in the forward pass.
+    """logsumexp(z) - <p, z>, whose gradient softmax(z) - p is formed once, in the backward pass.
 
     Autograd of the plain formula walks the [M, Vd] matrix five times; this walks it three times.
     """

@@ -1,27 +1,46 @@
-"""The online trainer: one optimiser step a batch, averaged weights for the candidate, exact resume."""
+"""The online trainer: any number of batches to one optimiser step, averaged weights for the candidate, exact resume.
+
+Batches of one step may lie in one process or be spread over a process group; either way the gradient is that of
+one large batch, because every loss is divided by what ALL of them weigh (see `losses`). Batch i of rank r is number
+i * ranks + r of its step, and draws its anchors or noise from (seed, step, number).
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from draftloop.drafters.batch import Batch
+from draftloop.drafters.dflash import DflashDrafter
+from draftloop.drafters.dflash_loss import DflashObjective, DflashSettings
+from draftloop.drafters.drafter import Drafter
+from draftloop.drafters.eagle1 import Eagle1Drafter, Eagle1Objective, Eagle1Settings
 from draftloop.drafters.eagle3 import Eagle3Drafter
-from draftloop.drafters.eagle3_loss import TttSettings, eagle3_loss
+from draftloop.drafters.eagle3_loss import TttObjective, TttSettings
+from draftloop.drafters.losses import Objective, Tally
 from draftloop.drafters.target import FrozenTarget
 
 
 @dataclass(frozen=True)
 class OnlineSettings:
-    """AdamW with a linear warm-up to a constant rate.  ema_decay: of the averaged weights, reached gradually."""
+    """AdamW with a linear warm-up, then a constant rate, or a cosine to 0 at step `cosine_steps`.
+
+    ttt, feature, block: the objective of EAGLE-3, of EAGLE-1, of DFlash; a drafter reads its own.
+    ema_decay: of the averaged weights, reached gradually.
+    """
 
     ttt: TttSettings = field(default_factory=TttSettings)
+    feature: Eagle1Settings = field(default_factory=Eagle1Settings)
+    block: DflashSettings = field(default_factory=DflashSettings)
     learning_rate: float = 1e-3
     warmup_steps: int = 20
+    cosine_steps: int | None = None
     weight_decay: float = 0.0
     clip_norm: float = 0.5
     ema_decay: float = 0.98
@@ -29,8 +48,9 @@ class OnlineSettings:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one optimiser step saw. skipped: the batch taught nothing, or a gradient was not finite;
-    no weight was touched."""
+    """What one optimiser step saw, over all its batches and processes. step_loss, step_accuracy: one number a
+    group of the loss (EAGLE-3: a step; DFlash: a slot).  skipped: the batches taught nothing, or a gradient was
+    not finite; no weight was touched."""
 
     step: int
     loss: float
@@ -43,17 +63,38 @@ class StepReport:
     skipped: bool
 
 
-class OnlineTrainer:
-    """Trains a drafter in place. `generator` is the trainer's only randomness (crops, record order), so that
-    a resumed run draws what the unbroken one would have drawn."""
+def objective_of(drafter: Drafter, target: FrozenTarget, settings: OnlineSettings) -> Objective:
+    """The loss a drafter is trained by."""
+    match drafter:
+        case Eagle3Drafter():
+            return TttObjective(drafter, target, settings.ttt)
+        case Eagle1Drafter():
+            return Eagle1Objective(drafter, target, settings.feature)
+        case DflashDrafter():
+            return DflashObjective(drafter, target, settings.block)
+    raise TypeError(f"no objective trains a {type(drafter).__name__}")
 
-    def __init__(self, drafter: Eagle3Drafter, target: FrozenTarget, settings: OnlineSettings, seed: int) -> None:
+
+class OnlineTrainer:
+    """Trains a drafter of any kind in place. `generator` is for the caller's draws (crops, record order), so that
+    a resumed run draws what the unbroken one would have drawn. group: processes that share each step."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        target: FrozenTarget,
+        settings: OnlineSettings,
+        seed: int,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         self.drafter = drafter
         self.target = target
         self.settings = settings
         self.generator = torch.Generator().manual_seed(seed)
         self.steps_done = 0
         self.tokens_seen = 0
+        self._seed, self._group = seed, group
+        self._objective = objective_of(drafter, target, settings)
         self._parameters: list[Tensor] = list(drafter.parameters())
         self._average = [p.detach().clone() for p in self._parameters]
         self._optimizer = torch.optim.AdamW(
@@ -64,32 +105,37 @@ class OnlineTrainer:
             fused=True,
         )
 
-    def step(self, batch: Batch) -> StepReport:
-        """One forward, backward and update."""
+    def step(self, *batches: Batch) -> StepReport:
+        """Forward and backward of each batch, and one update. Every process of the group gives equally many."""
         self.drafter.train()
-        loss = eagle3_loss(self.drafter, batch, self.target, self.settings.ttt)
-        rate, norm = self._learning_rate(), 0.0
-        if loss.positions > 0:
-            loss.loss.backward()  # type: ignore[no-untyped-call]
-            norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self.settings.clip_norm))
+        plans = [self._objective.plan(batch, self._draws(place)) for place, batch in enumerate(batches)]
+        mass = self._over_all(torch.stack([plan.mass for plan in plans]).sum(0)).clamp(min=1.0)
+        parts = [self._objective.backward(batch, plan, mass) for batch, plan in zip(batches, plans, strict=True)]
+        total = reduce(Tally.__add__, parts)
+        tokens = torch.tensor([float(sum(batch.num_tokens for batch in batches))], device=mass.device)
+        seen = self._over_all(torch.cat((total.loss[None], tokens, total.sums, total.hits, total.counts)))
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                self._over_all(parameter.grad)
+        rate = self._learning_rate()
+        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self.settings.clip_norm))
+        groups = len(mass)
+        loss, token_count, *numbers = seen.tolist()
+        sums, hits, counts = (numbers[i * groups : (i + 1) * groups] for i in range(3))
         # A record with a damaged state must not reach the weights.
-        skipped = loss.positions == 0 or not math.isfinite(norm)
+        skipped = sum(counts) == 0 or not math.isfinite(norm)
         if not skipped:
-            self._optimizer.param_groups[0]["lr"] = rate
-            self._optimizer.step()
-            self.steps_done += 1
-            self.tokens_seen += batch.num_tokens
-            self._update_average()
+            self._update(rate, int(token_count))
         self._optimizer.zero_grad()
         return StepReport(
             step=self.steps_done,
-            loss=float(loss.loss.detach()),
-            step_loss=loss.step_loss,
-            step_accuracy=loss.step_accuracy,
+            loss=loss,
+            step_loss=tuple(s / max(n, 1.0) for s, n in zip(sums, counts, strict=True)),
+            step_accuracy=tuple(h / max(n, 1.0) for h, n in zip(hits, counts, strict=True)),
             grad_norm=norm,
             learning_rate=rate,
-            tokens=batch.num_tokens,
-            positions=loss.positions,
+            tokens=int(token_count),
+            positions=int(sum(counts)),
             skipped=skipped,
         )
 
@@ -121,9 +167,30 @@ class OnlineTrainer:
         self.steps_done = state["steps_done"]
         self.tokens_seen = state["tokens_seen"]
 
+    def _update(self, rate: float, tokens: int) -> None:
+        self._optimizer.param_groups[0]["lr"] = rate
+        self._optimizer.step()
+        self.steps_done += 1
+        self.tokens_seen += tokens
+        self._update_average()
+
+    def _draws(self, place: int) -> torch.Generator:
+        """The randomness of one batch of this step, whichever process holds it."""
+        ranks, rank = (1, 0) if self._group is None else (self._group.size(), self._group.rank())
+        number = place * ranks + rank
+        return torch.Generator().manual_seed(((self._seed << 20) + self.steps_done << 12) + number)
+
+    def _over_all(self, numbers: Tensor) -> Tensor:
+        """Sum in place over the group."""
+        if self._group is not None:
+            dist.all_reduce(numbers, group=self._group)
+        return numbers
+
     def _learning_rate(self) -> float:
-        warmup = self.settings.warmup_steps
-        return self.settings.learning_rate * min(1.0, (self.steps_done + 1) / max(warmup, 1))
+        now, end = self.steps_done, self.settings.cosine_steps
+        warm = min(1.0, (now + 1) / max(self.settings.warmup_steps, 1))
+        cosine = 1.0 if end is None else 0.5 * (1.0 + math.cos(math.pi * min(now / end, 1.0)))
+        return self.settings.learning_rate * warm * cosine
 
     @torch.no_grad()
     def _update_average(self) -> None:

@@ -26,16 +26,18 @@ _VOLATILE_CONFIG = ("_name_or_path", "transformers_version")
 
 @dataclass(frozen=True)
 class FrozenTarget:
-    """embedding: [V, H].  lm_head: [V, H].  draft_head: [Vd, H], the head's rows of the draft vocabulary."""
+    """embedding: [V, H].  lm_head: [V, H].  draft_head: [Vd, H], the head's rows of the draft vocabulary (the head
+    itself where a drafter speaks the whole vocabulary)."""
 
     embedding: Tensor
     lm_head: Tensor
     draft_head: Tensor
 
     @classmethod
-    def of(cls, embedding: Tensor, lm_head: Tensor, draft_ids: Tensor) -> FrozenTarget:
-        """draft_ids: [Vd] int64 target ids."""
-        return cls(embedding.detach(), lm_head.detach(), lm_head.detach()[draft_ids])
+    def of(cls, embedding: Tensor, lm_head: Tensor, draft_ids: Tensor | None) -> FrozenTarget:
+        """draft_ids: [Vd] int64 target ids; None for the whole vocabulary."""
+        head = lm_head.detach()
+        return cls(embedding.detach(), head, head if draft_ids is None else head[draft_ids])
 
     def to(self, device: torch.device | str) -> FrozenTarget:
         return FrozenTarget(self.embedding.to(device), self.lm_head.to(device), self.draft_head.to(device))

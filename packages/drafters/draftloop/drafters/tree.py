@@ -1,4 +1,4 @@
-"""EAGLE-2's dynamic draft tree, as pure functions on tensors.
+"""Draft trees as pure functions on tensors: EAGLE-2's dynamic one, EAGLE-1's static one, and their ablations.
 
 The value of a node is the product of the confidences on its path. The tree grows by depth: the k best nodes of
 a depth propose k children each, and of all candidates the N-1 best become the tree. A child is never worth
@@ -11,8 +11,9 @@ more than its parent, so the best N-1 are closed under ancestors, provided that 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -57,12 +58,14 @@ class Candidates:
     """Every node a growing tree proposed, depth by depth: C of them, indexed from 0.
 
     tokens, parents, depths: [C] int64; a parent of -1 is the root.  log_values: [C] fp32.
+    expanded: [C] bool, the k best of each level.
     """
 
     tokens: Tensor
     parents: Tensor
     depths: Tensor
     log_values: Tensor
+    expanded: Tensor
 
 
 def best_first(log_values: Tensor, count: int) -> Tensor:
@@ -70,11 +73,14 @@ def best_first(log_values: Tensor, count: int) -> Tensor:
     return torch.argsort(log_values, descending=True, stable=True)[:count]
 
 
-def grow(propose: Propose, depth: int, topk: int) -> Candidates:
-    """Collect the candidates of `depth` levels, expanding the `topk` best nodes of each level."""
+def grow(propose: Propose, depth: int, topk: int, by: Literal["value", "confidence"] = "value") -> Candidates:
+    """Collect the candidates of `depth` levels, expanding the `topk` best nodes of each level.
+
+    by: what "best" means; "confidence" is the ablation of the EAGLE-2 paper (table 4): the node's own alone.
+    """
     paths = torch.empty(1, 0, dtype=torch.int64)
     frontier, frontier_values = torch.tensor([-1]), torch.zeros(1)
-    tokens, parents, depths, values = [], [], [], []
+    tokens, parents, depths, values, expanded = [], [], [], [], []
     total = 0
     for level in range(1, depth + 1):
         # A log-softmax may round above 0; a child must never look better than its parent.
@@ -85,17 +91,27 @@ def grow(propose: Propose, depth: int, topk: int) -> Candidates:
         parents.append(frontier.repeat_interleave(topk))
         depths.append(torch.full_like(level_tokens, level))
         values.append(level_values)
-        chosen = best_first(level_values, topk)
+        chosen = best_first(level_values if by == "value" else best.values.flatten(), topk)
+        expanded.append(torch.zeros(len(level_tokens), dtype=torch.bool).index_fill_(0, chosen, True))
         paths = torch.cat((paths[chosen // topk], level_tokens[chosen, None]), dim=1)
         frontier, frontier_values = chosen + total, level_values[chosen]
         total += len(level_tokens)
-    return Candidates(torch.cat(tokens), torch.cat(parents), torch.cat(depths), torch.cat(values))
+    return Candidates(*(torch.cat(x) for x in (tokens, parents, depths, values, expanded)))
 
 
 def rerank(candidates: Candidates, root_token: int, total: int) -> DraftTree:
     """Keep the root and the `total` - 1 best candidates, in candidate order (parents before children)."""
     # Candidates lie shallow first, so the stable order is the tie rule.
-    kept = best_first(candidates.log_values, total - 1).sort().values
+    return _select(candidates, best_first(candidates.log_values, total - 1).sort().values, root_token)
+
+
+def without_rerank(candidates: Candidates, root_token: int, total: int) -> DraftTree:
+    """The ablation of the EAGLE-2 paper (table 4): the expanded nodes as they come, shallow first."""
+    return _select(candidates, candidates.expanded.nonzero().flatten()[: total - 1], root_token)
+
+
+def _select(candidates: Candidates, kept: Tensor, root_token: int) -> DraftTree:
+    """The tree of the root and the candidates `kept` [M], increasing and closed under ancestors."""
     # Place of each candidate in the tree; the extra last entry is the root, reached by the parent -1.
     place = torch.full((len(candidates.tokens) + 1,), -1, dtype=torch.int64)
     place[kept] = torch.arange(1, len(kept) + 1)
@@ -111,3 +127,42 @@ def rerank(candidates: Candidates, root_token: int, total: int) -> DraftTree:
 def draft_tree(propose: Propose, root_token: int, depth: int, topk: int, total: int) -> DraftTree:
     """Grow and rerank: a tree of `total` nodes, the root included (fewer when there are fewer candidates)."""
     return rerank(grow(propose, depth, topk), root_token, total)
+
+
+# EAGLE-1's tree for a batch of one (the public code's mc_sim_7b_63): a path is the rank of the child at each depth.
+EAGLE1_TREE: tuple[tuple[int, ...], ...] = (
+    (0,), (1,), (2,), (3,), (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0),
+    (0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 2, 1), (1, 0, 0),
+    (0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 0, 2), (0, 0, 0, 0, 0), (0, 0, 0, 0, 1),
+)  # fmt: skip
+
+
+def static_tree(propose: Propose, root_token: int, paths: Sequence[tuple[int, ...]]) -> DraftTree:
+    """A tree whose form never changes. paths: as `EAGLE1_TREE`, closed under ancestors, shallow first.
+
+    (0,) (1,) (0, 0)      the root's two best tokens, and the best token after the first of them
+    """
+    place: dict[tuple[int, ...], int] = {(): 0}
+    said: dict[tuple[int, ...], list[int]] = {(): []}
+    tokens, parents, values = [root_token], [-1], [0.0]
+    for depth in range(1, max(map(len, paths)) + 1):
+        level = [path for path in paths if len(path) == depth]
+        inner = sorted({path[:-1] for path in level})
+        width = 1 + max(path[-1] for path in level)
+        best = propose(torch.tensor([said[path] for path in inner], dtype=torch.int64)).float().topk(width, dim=-1)
+        for path in level:
+            row, rank = inner.index(path[:-1]), path[-1]
+            token, parent = int(best.indices[row, rank]), place[path[:-1]]
+            place[path], said[path] = len(tokens), [*said[path[:-1]], token]
+            values.append(values[parent] + min(float(best.values[row, rank]), 0.0))
+            tokens.append(token)
+            parents.append(parent)
+    depths = [0, *(len(path) for path in sorted(paths, key=len))]
+    return DraftTree(torch.tensor(tokens), torch.tensor(parents), torch.tensor(depths), torch.tensor(values))
+
+
+def chain(tokens: Tensor, log_probs: Tensor, root_token: int) -> DraftTree:
+    """One drafted path below the root. tokens: [n] int64.  log_probs: [n]."""
+    order = torch.arange(len(tokens) + 1)
+    values = torch.cat((torch.zeros(1), log_probs.float().cumsum(0)))
+    return DraftTree(torch.cat((torch.tensor([root_token]), tokens)), order - 1, order, values)

@@ -4,6 +4,9 @@ The tree is a deterministic function of the past, so each drafted token is a poi
 tries the children of a node in turn: the child's token x is accepted with probability p(x); else p(x) is set
 to zero and p renormalised for the next sibling. When no child is accepted the next token is drawn from what is
 left of p. Every emitted token then has the target's law, whatever the tree.
+
+Where the siblings were SAMPLED from the drafter's q (each on its own, so one token may come twice) the rule is that
+of the EAGLE-1 paper (appendix): accept x with min(1, p(x)/q(x)); else p becomes the normalised (p - q)+ for the next.
 """
 
 from __future__ import annotations
@@ -70,6 +73,32 @@ def verify_sampled(tree: DraftTree, target_probs: Tensor, chance: Chance) -> Ver
             return Verdict(tuple(nodes), (*tokens, chance.draw(rest)))
         nodes.append(accepted)
         tokens.append(int(tree.tokens[accepted]))
+
+
+def verify_sampled_siblings(tree: DraftTree, target_probs: Tensor, draft_probs: Tensor, chance: Chance) -> Verdict:
+    """The multi-round rule for a tree whose children were drawn from q independently.
+
+    target_probs, draft_probs: [N, V], p and q after each node.
+    """
+    nodes: list[int] = [0]
+    tokens: list[int] = []
+    while True:
+        rest, q = _normalised(target_probs[nodes[-1]]), _normalised(draft_probs[nodes[-1]])
+        for child in tree.children(nodes[-1]).tolist():
+            token = int(tree.tokens[child])
+            share = float(rest[token] / q[token])
+            if share >= 1.0 or chance.accept(share):
+                nodes.append(child)
+                tokens.append(token)
+                break
+            # Refused, so p(x) < q(x) somewhere and p > q elsewhere: something is left.
+            rest = _normalised((rest - q).clamp(min=0.0))
+        else:
+            return Verdict(tuple(nodes), (*tokens, chance.draw(rest)))
+
+
+def _normalised(probs: Tensor) -> Tensor:
+    return probs.double() / probs.double().sum()
 
 
 def _try_children(tree: DraftTree, node: int, probs: Tensor, chance: Chance) -> tuple[int | None, Tensor]:

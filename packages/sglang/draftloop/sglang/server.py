@@ -30,6 +30,8 @@ EXTERNAL_MODELS = "draftloop.sglang.cpu.no_models"
 _PR_SET_PDEATHSIG = 1
 _LOG_TAIL_BYTES = 65536
 STOP_TIMEOUT_S = 8.0
+# Shared memory that SGLang leaves behind when it is ended by a signal; the names are random.
+_LEFT_BEHIND = (" /dev/shm/sglang_loads_", " /dev/shm/sem.mp-")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,7 @@ class ServerProcess:
     def __init__(self, command: list[str], environment: dict[str, str], base_url: str, log: Path) -> None:
         self.base_url = base_url
         self.log = log
+        self._shared_memory: set[Path] = set()
         libc = ctypes.CDLL(None)
 
         def die_with_parent() -> None:
@@ -172,6 +175,16 @@ class ServerProcess:
                         f"or see {self.log}"
                     )
                 time.sleep(0.25)
+        self._note_shared_memory()
+
+    def _note_shared_memory(self) -> None:
+        """Remember what the group has mapped, for `stop`: of a dead process it can no longer be told."""
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if os.getpgid(int(folder.name)) == self._process.pid:
+                    lines = (folder / "maps").read_text().splitlines()
+                    found = [line for line in lines if any(name in line for name in _LEFT_BEHIND)]
+                    self._shared_memory |= {Path(line.split(maxsplit=5)[5]) for line in found}
 
     def why_it_died(self) -> str:
         """The most telling line of the log: ours, else the last error."""
@@ -186,10 +199,11 @@ class ServerProcess:
         return errors[-1] if errors else f"exit code {self._process.returncode}"
 
     def stop(self) -> None:
-        """End the server and its children; returns when they are gone.
+        """End the server and its children; returns when they and their shared memory are gone.
 
         Asked first, so that Python's resource trackers among them can take their semaphores along.
         """
+        self._note_shared_memory()
         group = self._process.pid
         with contextlib.suppress(ProcessLookupError):
             os.killpg(group, signal.SIGTERM)
@@ -200,3 +214,5 @@ class ServerProcess:
                 time.sleep(0.05)
             os.killpg(group, signal.SIGKILL)
         self._process.wait()
+        for file in self._shared_memory:
+            file.unlink(missing_ok=True)

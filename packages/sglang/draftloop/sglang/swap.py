@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -74,14 +75,6 @@ def swap(client: ServerClient, checkpoint: Path, slot: ServingSlot, serving_vers
     if set(before) != set(expected):
         odd = sorted(set(before) ^ set(expected))
         raise SwapError(f"the server's drafter and {checkpoint} differ in tensor {odd[0]}; {serving_version} serves on")
-    paused_ms, update_ms = _paused(client, lambda: _update(client, checkpoint, manifest))
-    after = client.draft_checksums(ALIASED)
-    if after != expected:
-        raise SwapError(_diagnose(client, manifest, serving_version, before, after))
-    return SwapReport(manifest.version, paused_ms, update_ms, checksum_ok=True)
-
-
-def _update(client: ServerClient, checkpoint: Path, manifest: Manifest) -> None:
     payload = {
         "serialized_named_tensors": [_serialized(checkpoint / WEIGHTS_FILE)],
         "load_format": LOADER,
@@ -89,6 +82,14 @@ def _update(client: ServerClient, checkpoint: Path, manifest: Manifest) -> None:
         "selector": "draft",
         "weight_version": manifest.version,
     }
+    paused_ms, update_ms = _paused(client, lambda: _update(client, payload))
+    after = client.draft_checksums(ALIASED)
+    if after != expected:
+        raise SwapError(_diagnose(client, manifest, serving_version, before, after))
+    return SwapReport(manifest.version, paused_ms, update_ms, checksum_ok=True)
+
+
+def _update(client: ServerClient, payload: dict[str, Any]) -> None:
     client.post("/begin_weight_update", {"selector": "draft"})
     try:
         client.post("/update_weights_from_tensor", payload)

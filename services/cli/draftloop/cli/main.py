@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from draftloop.cli.run_folder import open_run_folder
-from draftloop.core.config import Config, load_config, save_config
+from draftloop.core.config import Config, dump_config, load_config, save_config
 from draftloop.core.errors import USER_ERROR_EXIT_CODE, DraftloopError
 
 INTERRUPTED_EXIT_CODE = 130
@@ -22,6 +22,7 @@ class DrafterChoice(StrEnum):
     """The drafters that the demo can refresh."""
 
     EAGLE3 = "eagle3"
+    DFLASH = "dflash"
 
 
 @app.callback()
@@ -63,6 +64,19 @@ def demo(
         typer.echo(f"interrupted; what was done so far: {out}/report.html", err=True)
         sys.exit(INTERRUPTED_EXIT_CODE)
     typer.echo(f"report: {report}")
+
+
+@app.command("config")
+def print_config(
+    config: Annotated[Path | None, typer.Option(help="A draftloop.yaml.")] = None,
+    override: Annotated[list[str] | None, typer.Option("--set", help="section.key=value; may be repeated.")] = None,
+) -> None:
+    """Print the resolved config as YAML: a start for your own draftloop.yaml."""
+    try:
+        typer.echo(dump_config(load_config(config, override or [])), nl=False)
+    except DraftloopError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(USER_ERROR_EXIT_CODE)
 
 
 @app.command()

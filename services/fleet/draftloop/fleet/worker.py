@@ -15,7 +15,9 @@ from draftloop.core.config import Config
 from draftloop.core.errors import HookError, ServerError
 from draftloop.core.manifest import Manifest
 from draftloop.core.records import CaptureRecord
+from draftloop.drafters.checkpoint import verify_checkpoint
 from draftloop.drafters.device import serving_dtype, use_cuda
+from draftloop.drafters.target import target_identity
 from draftloop.fleet.stall import StallProbe
 from draftloop.sglang.client import ServerClient
 from draftloop.sglang.server import (
@@ -59,13 +61,15 @@ class Worker:
     def start(self, drafter: Path | None) -> str:
         """Start the server and return its URL when it answers. drafter: checkpoint folder, None for plain decoding.
 
-        Raises ServerError or HookError in one line; nothing is left running then.
+        Raises ServerError or HookError in one line, ManifestError or CheckpointError when the drafter does not fit the
+        target; nothing is left running then.
         """
         server = self._config.server
         port = free_port(server.host, server.port)
         speculation, tap = None, None
         if drafter is not None:
-            self._serving = Manifest.load(drafter)
+            layer_ids = Manifest.load(drafter).layer_ids
+            self._serving = verify_checkpoint(drafter, target_identity(self._target), layer_ids, None)
             speculation = Speculation(drafter, self._serving.version, self._serving.kind)
             tap = self._open_tap(speculation.algorithm)
         command = server_command(self._target, self._config.target, server, port, speculation)

@@ -72,6 +72,7 @@ class Refresher:
         self._next_gate = time.monotonic() + config.gate.every_seconds
         self._next_version = int(serving.removeprefix("v")) + 1
         self._step_at_last_gate = 0
+        self._queued: Any = None
         self.state = LoopState(versions=[serving])
 
     def turn(self) -> None:
@@ -79,10 +80,12 @@ class Refresher:
         records = self._worker.take.remote(RECORDS_A_TURN)
         # The records go from worker to trainer through the object store; this process never holds them.
         counts = self._trainer.add_records.remote(records)
-        reports = self._trainer.train.remote(TRAIN_SLICE_S)
+        # One slice is always queued behind the running one, so that the trainer never waits for this loop.
+        running, self._queued = self._queued, self._trainer.train.remote(TRAIN_SLICE_S)
         self.state.captured = ray.get(self._worker.counts.remote())
         self.state.buffer = ray.get(counts)
-        self._note_steps(ray.get(reports))
+        if running is not None:
+            self._note_steps(ray.get(running))
         if time.monotonic() >= self._next_gate:
             self.try_gate()
             self._next_gate = time.monotonic() + self._config.gate.every_seconds

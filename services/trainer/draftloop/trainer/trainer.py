@@ -16,10 +16,13 @@ from draftloop.core.config import Config
 from draftloop.core.manifest import Lineage, Manifest
 from draftloop.core.records import CaptureRecord
 from draftloop.drafters.batch import collate
-from draftloop.drafters.checkpoint import load_drafter, save_drafter
+from draftloop.drafters.checkpoint import load_any, save_drafter
 from draftloop.drafters.device import use_cuda
-from draftloop.drafters.eagle3 import Eagle3Drafter
+from draftloop.drafters.dflash import DflashDrafter
+from draftloop.drafters.dflash_loss import DflashSettings
+from draftloop.drafters.drafter import Drafter
 from draftloop.drafters.eagle3_loss import TttSettings
+from draftloop.drafters.layouts import build
 from draftloop.drafters.metrics import GateScore, expected_accepted_length, prepare_holdout
 from draftloop.drafters.online import OnlineSettings, OnlineTrainer, StepReport
 from draftloop.drafters.target import FrozenTarget, load_target_weights
@@ -57,8 +60,8 @@ class Trainer:
         self._lineage = Lineage()
         self._domains: Counter[str] = Counter()
 
-    def _load(self, folder: Path) -> tuple[Eagle3Drafter, Manifest]:
-        drafter, manifest = load_drafter(folder)
+    def _load(self, folder: Path) -> tuple[Drafter, Manifest]:
+        drafter, manifest = load_any(folder)
         return drafter.to(self._device), manifest
 
     def add_records(self, records: Sequence[CaptureRecord]) -> Counts:
@@ -93,12 +96,18 @@ class Trainer:
         if len(records) < gate.min_records:
             return None
         holdout = prepare_holdout(records, self._target, self._config.trainer.max_length, self._device)
-        candidate = Eagle3Drafter(self._serving.config).to(self._device)
+        candidate = build(self._serving.shape).to(self._device)
         candidate.load_state_dict(self._trainer.candidate_state_dict())
-        topk = tree_widths(self._config.server.topk, self._config.trainer.ttt_steps)
+        topk = self._guesses()
         before = expected_accepted_length(self._serving, holdout, self._target, topk)
         after = expected_accepted_length(candidate, holdout, self._target, topk)
         return Comparison(len(records), before, after)
+
+    def _guesses(self) -> tuple[int, ...]:
+        """How many guesses of each step the server verifies: a tree's widths for EAGLE-3, a chain for DFlash."""
+        if isinstance(self._serving, DflashDrafter):
+            return (1,) * (self._serving.config.block_size - 1)
+        return tree_widths(self._config.server.topk, self._config.trainer.ttt_steps)
 
     def save_candidate(self, folder: Path, version: str, metrics: dict[str, float]) -> Path:
         """Write the candidate as a checkpoint with its manifest; returns its folder."""
@@ -111,7 +120,7 @@ class Trainer:
         )
         save_drafter(
             folder,
-            self._serving.config,
+            self._serving.shape,
             self._trainer.candidate_state_dict(),
             version=version,
             parent=self._manifest.version,
@@ -139,6 +148,8 @@ def online_settings(config: Config) -> OnlineSettings:
     trainer = config.trainer
     return OnlineSettings(
         ttt=TttSettings(steps=trainer.ttt_steps, decay=trainer.ttt_decay),
+        # The paper's 4, 5 and 7 for blocks of 8, 10 and 16.
+        block=DflashSettings(gamma=min(config.drafter.block_size / 2, 7.0)),
         learning_rate=trainer.learning_rate,
         warmup_steps=trainer.warmup_steps,
         weight_decay=trainer.weight_decay,

@@ -1,0 +1,195 @@
+"""The trainer as a plain class: records of a tiny Llama in, candidates with manifests out.
+
+Records are what transformers computes for greedy answers, so the loss has something true to find.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_llama import HIDDEN, LAYER_IDS, VOCAB, TinyTarget, make_tiny_target, random_prompts
+
+from draftloop.capture.buffer import Counts
+from draftloop.core.config import Config
+from draftloop.core.errors import DraftloopError, ManifestError
+from draftloop.core.manifest import Manifest, check_fits
+from draftloop.core.records import CaptureRecord
+from draftloop.drafters.checkpoint import verify_checkpoint
+from draftloop.drafters.online import StepReport
+from draftloop.drafters.target import target_identity
+from draftloop.drafters.vocab import ids_from_offsets
+from draftloop.trainer.day0 import make_untrained
+from draftloop.trainer.trainer import Trainer, tree_widths
+
+CONFIG = Config.model_validate(
+    {
+        "server": {"topk": 4, "device": "cpu"},
+        "drafter": {"draft_vocab_size": 256},
+        "capture": {"holdout_fraction": 0.25},
+        "trainer": {"device": "cpu", "ttt_steps": 3, "batch_tokens": 256, "learning_rate": 3e-3},
+        "gate": {"min_records": 3},
+    }
+)
+PROMPTS = random_prompts(24, [8, 12, 30], seed=1)
+STEPS = 120
+
+
+@pytest.fixture(autouse=True)
+def _leave_this_process_as_it_was() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def records(target: TinyTarget) -> list[CaptureRecord]:
+    torch.set_num_threads(1)
+    return [target.record(prompt, 48, ("chat", "code")[i % 2], i) for i, prompt in enumerate(PROMPTS)]
+
+
+@pytest.fixture
+def day0(target: TinyTarget, tmp_path: Path) -> Path:
+    folder = tmp_path / "v0"
+    make_untrained(target.folder, CONFIG.drafter, PROMPTS, folder, "v0", seed=0)
+    return folder
+
+
+def train_steps(trainer: Trainer, count: int) -> list[StepReport]:
+    """Exactly `count` steps: a slice so short ends after one."""
+    reports: list[StepReport] = []
+    while len(reports) < count:
+        reports += trainer.train(1e-6)
+    return reports
+
+
+def test_the_day0_drafter_is_the_seeds(target: TinyTarget, tmp_path: Path) -> None:
+    for name, seed in (("a", 3), ("b", 3), ("c", 4)):
+        make_untrained(target.folder, CONFIG.drafter, PROMPTS, tmp_path / name, "v0", seed)
+    one, same, other = (load_file(tmp_path / name / "model.safetensors") for name in "abc")
+    assert one.keys() == same.keys()
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert not torch.equal(one["fc.weight"], other["fc.weight"])
+
+
+def test_the_day0_drafter_is_shaped_for_its_target(target: TinyTarget, day0: Path) -> None:
+    manifest = Manifest.load(day0)
+    assert (manifest.version, manifest.parent, manifest.layer_ids) == ("v0", None, LAYER_IDS)
+    assert manifest.draft_vocab_size == 256
+    assert manifest.tensors["fc.weight"].shape == (HIDDEN, len(LAYER_IDS) * HIDDEN)
+    ids = ids_from_offsets(load_file(day0 / "model.safetensors")["d2t"]).tolist()
+    end = target.model.config.eos_token_id
+    seen = {token for prompt in PROMPTS for token in prompt}
+    assert end in ids
+    # Seen tokens come first, then the lowest ids.
+    assert len(seen) > 256 or seen <= set(ids)
+    assert len(set(ids) & seen) >= min(255, len(seen))
+    small = CONFIG.drafter.model_copy(update={"draft_vocab_size": 10 * VOCAB})
+    capped = make_untrained(target.folder, small, [], day0.with_name("full"), "v0", seed=0)
+    assert capped.draft_vocab_size == VOCAB
+
+
+def test_the_manifest_fits_its_target_and_no_other(target: TinyTarget, day0: Path, tmp_path: Path) -> None:
+    manifest = Manifest.load(day0)
+    identity = target_identity(target.folder)
+    check_fits(manifest, identity, LAYER_IDS, manifest.vocab_map_sha256)
+    other = make_tiny_target(tmp_path / "other", seed=1)
+    with pytest.raises(ManifestError, match="was trained for target"):
+        check_fits(manifest, target_identity(other.folder), LAYER_IDS, None)
+    with pytest.raises(ManifestError, match="reads target layers"):
+        check_fits(manifest, identity, (0, 1, 2), None)
+
+
+def test_without_records_there_is_nothing_to_do(target: TinyTarget, day0: Path) -> None:
+    trainer = Trainer(target.folder, day0, CONFIG)
+    assert trainer.train(30.0) == []
+    assert trainer.compare() is None
+
+
+def test_records_in_candidate_out(target: TinyTarget, day0: Path, records: list[CaptureRecord], tmp_path: Path) -> None:
+    """add -> train -> compare -> save -> promoted, as the refresher calls it."""
+    trainer = Trainer(target.folder, day0, CONFIG)
+    counts = trainer.add_records(records[:1])
+    assert trainer.compare() is None
+    counts = trainer.add_records(records[1:])
+    assert counts.captured == len(records) == counts.training + counts.held_out
+    assert counts.held_out >= 3
+
+    start = trainer.compare()
+    assert start is not None
+    assert start.records == counts.held_out
+    assert start.before == start.after, "the candidate begins as the serving drafter"
+
+    reports = train_steps(trainer, STEPS)
+    assert [report.step for report in reports] == list(range(1, STEPS + 1))
+    assert all(math.isfinite(report.loss) and not report.skipped for report in reports)
+    mean = [sum(r.loss for r in part) / 20 for part in (reports[:20], reports[-20:])]
+    assert mean[1] < 0.7 * mean[0]
+
+    comparison = trainer.compare()
+    assert comparison is not None
+    assert comparison.before == start.before
+    assert comparison.after.accept_length > comparison.before.accept_length + 0.25
+
+    folder = trainer.save_candidate(tmp_path / "v1", "v1", {"accept_length": comparison.after.accept_length})
+    served = Manifest.load(day0)
+    manifest = verify_checkpoint(folder, target_identity(target.folder), LAYER_IDS, served.vocab_map_sha256)
+    assert (manifest.version, manifest.parent) == ("v1", "v0")
+    assert manifest.metrics == {"accept_length": comparison.after.accept_length}
+    lineage = manifest.lineage
+    assert (lineage.records, lineage.train_steps) == (len(records), STEPS)
+    assert lineage.domains == {"chat": 12, "code": 12}
+    assert lineage.tokens == sum(report.tokens for report in reports)
+    assert lineage.first_record_time is not None
+    assert lineage.last_record_time is not None
+    assert lineage.first_record_time <= lineage.last_record_time
+
+    trainer.promoted(folder)
+    after = trainer.compare()
+    assert after is not None
+    assert after.before == comparison.after
+    train_steps(trainer, 1)
+    second = Manifest.load(trainer.save_candidate(tmp_path / "v2", "v2", {}))
+    assert second.parent == "v1"
+
+
+def test_a_run_that_was_cut_keeps_its_records(
+    target: TinyTarget, day0: Path, records: list[CaptureRecord], tmp_path: Path
+) -> None:
+    first = Trainer(target.folder, day0, CONFIG)
+    counts = first.add_records(records)
+    first.save_records(tmp_path / "records.bin")
+    again = Trainer(target.folder, day0, CONFIG)
+    assert again.load_records(tmp_path / "records.bin") == counts
+    assert len(train_steps(again, 2)) == 2
+    ours, theirs = first.compare(), again.compare()
+    assert ours is not None
+    assert theirs is not None
+    assert theirs.before == ours.before
+    assert theirs.records == ours.records
+
+
+def test_damaged_records_are_one_clear_line(target: TinyTarget, day0: Path, records: list[CaptureRecord]) -> None:
+    trainer = Trainer(target.folder, day0, CONFIG)
+    trainer.add_records(records[:3])
+    path = day0.with_name("records.bin")
+    trainer.save_records(path)
+    path.write_bytes(path.read_bytes()[:-10])
+    fresh = Trainer(target.folder, day0, CONFIG)
+    with pytest.raises(DraftloopError) as caught:
+        fresh.load_records(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert fresh.add_records([]) == Counts(0, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("topk", "steps", "widths"),
+    [(4, 3, (4, 2, 1)), (1, 3, (1, 1, 1)), (8, 2, (8, 4)), (4, 5, (4, 2, 1, 1, 1)), (3, 3, (3, 1, 1))],
+)
+def test_tree_widths_narrow_by_half(topk: int, steps: int, widths: tuple[int, ...]) -> None:
+    assert tree_widths(topk, steps) == widths
