@@ -22,7 +22,6 @@ class DrafterChoice(StrEnum):
     """The drafters that the demo can refresh."""
 
     EAGLE3 = "eagle3"
-    DFLASH = "dflash"
 
 
 @app.callback()

@@ -58,7 +58,19 @@ def cpu_hooks() -> tuple[Hook, ...]:
             "AROUND",
             offer_backend,
         ),
+        Hook(
+            "sglang.srt.model_executor.model_runner.ModelRunner._extend_forward_kwargs",
+            ("self", "forward_batch"),
+            "AFTER",
+            keep_embedding_dtype,
+        ),
     )
+
+
+def keep_embedding_dtype(arguments: dict[str, Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
+    """SGLang casts given input embeddings (DFlash's block) to bfloat16 whatever the model's dtype; give them back."""
+    if forward_batch.input_embeds is not None and forward_batch.replace_embeds is None:
+        arguments["input_embeds"] = forward_batch.input_embeds.to(runner.dtype)
 
 
 def offer_backend(
