@@ -31,7 +31,7 @@ from draftloop.cli.measure import (
     compare,
     tokens_per_second,
 )
-from draftloop.cli.outcome import write_outcome
+from draftloop.cli.outcome import resume_command, write_outcome
 from draftloop.cli.progress import ProgressMeter
 from draftloop.cli.run_folder import RunFolder
 from draftloop.core.config import Config
@@ -99,6 +99,8 @@ def run_demo(config: Config, folder: RunFolder, resume: bool) -> Path:
             run.emit("error", t_s=run.now(), message=repr(error))
             raise
         run.emit("error", t_s=run.now(), message=str(plain))
+        if folder.records.exists():
+            raise DraftloopError(f"{plain}; nothing is lost, go on with: {resume_command(folder)}") from error
         raise plain from error
     finally:
         report = write_outcome(config, folder, prepared.target, status, run.now(), run.results)

@@ -71,10 +71,15 @@ def write_outcome(
         compared_tokens=identity.tokens if identity else 0,
         near_ties=list(identity.near_ties) if identity else [],
         capture_overhead=results.overhead,
-        resume=None if status == "finished" else f"draftloop demo --out {folder.root} --resume",
+        resume=None if status == "finished" else resume_command(folder),
     )
     summary.save(folder.root)
     return write_report(folder.root, summary, events)
+
+
+def resume_command(folder: RunFolder) -> str:
+    """What to type to go on with the newest drafter and the kept records of a run."""
+    return f"draftloop demo --out {folder.root} --resume"
 
 
 def gate_history(events: Iterable[Event]) -> tuple[list[SwapSummary], list[RefusedSummary]]:
