@@ -39,11 +39,14 @@ from draftloop.core.errors import DraftloopError
 from draftloop.core.events import EventLog
 from draftloop.core.manifest import Manifest
 from draftloop.core.summary import CaptureOverhead, RunStatus
+from draftloop.drafters.checkpoint import verify_checkpoint
+from draftloop.drafters.target import target_identity
 from draftloop.fleet.worker import WorkerActor
 from draftloop.generator.actor import GeneratorActor
 from draftloop.generator.prompts import Prompt, check_lengths, load_prompts, split
 from draftloop.generator.results import TrafficStats
 from draftloop.refresher.loop import Refresher
+from draftloop.sglang.server import free_port
 from draftloop.sglang.target import resolve_target
 from draftloop.trainer.day0 import make_untrained
 from draftloop.trainer.trainer import TrainerActor
@@ -158,8 +161,10 @@ class DemoRun:
             drafter = self.folder.checkpoints / "v0"
             streams = (tokenize(prompt.messages) for prompt in traffic)
             make_untrained(target, config.drafter, streams, drafter, "v0", config.seed)
+        # Both would be found later, but after Ray's start.
+        version = verify_checkpoint(drafter, target_identity(target), Manifest.load(drafter).layer_ids, None).version
+        free_port(config.server.host, config.server.port)
         self._started = time.monotonic()
-        version = Manifest.load(drafter).version
         self.emit("run_started", t_s=0.0, target=target.name, drafter=version, heldout=len(held_out))
         return Prepared(target, drafter, version, traffic, heldout)
 
