@@ -13,7 +13,6 @@ from pydantic import BaseModel, ConfigDict, Field
 EventKind = Literal[
     "run_started",
     "server_started",
-    "server_died",
     "measured",
     "progress",
     "train_step",
@@ -22,7 +21,6 @@ EventKind = Literal[
     "refused",
     "swap",
     "swap_failed",
-    "records_dropped",
     "phase",
     "run_finished",
     "interrupted",

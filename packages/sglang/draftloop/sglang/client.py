@@ -34,9 +34,6 @@ class ServerClient:
         except httpx.HTTPError:
             return False
 
-    def server_info(self) -> dict[str, Any]:
-        return self._call("GET", "/server_info")
-
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """POST and return the JSON answer. Raises ServerError when the server is gone or says no."""
         answer = self._call("POST", path, body)

@@ -11,7 +11,6 @@ report         summary.json and report.html, also when the run was cut short
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,7 +121,6 @@ class DemoRun:
         self.view: LiveView | None = None
         self._started = time.monotonic()
         self._phase = "preparing"
-        self._quarter: list[float] = []
 
     def now(self) -> float:
         """Seconds since the run started."""
@@ -263,11 +261,8 @@ class DemoRun:
 
     def _keep(self, trainer: Any) -> None:
         """Save the records of a run that is being cut; its checkpoints are on disk already."""
-        self._quietly(lambda: ray.get(trainer.save_records.remote(self.folder.records), timeout=30.0))
-
-    def _quietly(self, save: Callable[[], Any]) -> None:
         try:
-            save()
+            ray.get(trainer.save_records.remote(self.folder.records), timeout=30.0)
         except (DraftloopError, ray.exceptions.RayError) as error:
             self.emit("error", t_s=self.now(), message=f"records not kept: {error}")
 

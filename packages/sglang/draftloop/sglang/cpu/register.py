@@ -1,4 +1,4 @@
-"""What the CPU platform adds to SGLang: an attention backend, kernels it lacks, and three hooks."""
+"""What the CPU platform adds to SGLang: an attention backend, kernels it lacks, and hooks."""
 
 from __future__ import annotations
 
