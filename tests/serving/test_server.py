@@ -224,8 +224,8 @@ def test_a_swap_under_load_changes_the_drafter_and_no_token(served: Served, trai
     endless = itertools.cycle(random_prompts(40, LENGTHS, seed=21))
 
     def load() -> list[Answer]:
-        mine = []
-        while not stop.is_set():
+        mine: list[Answer] = []
+        while not stop.is_set() or len(mine) < 2:
             mine.append(served.ask_one(next(endless), 64))
             running.set()
         return mine
