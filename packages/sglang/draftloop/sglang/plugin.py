@@ -8,19 +8,23 @@ import sys
 from typing import Any
 
 from draftloop.core.errors import HookError
+from draftloop.sglang.hooks import SCHEDULER, TOKENIZER_MANAGER, Hook, check, confirm_applied, front_hooks, tap_hooks
 from draftloop.sglang.platform import PLATFORM_NAME
 from draftloop.sglang.tap import Tap, TapSettings
 
 
 def load() -> None:
-    """Tell every process the CPU attention backend's name; in the scheduler's, hook what this server needs."""
+    """Tell every process the CPU attention backend's name; hook the scheduler's and, with a tap, the HTTP process."""
     on_cpu = os.environ.get("SGLANG_PLATFORM") == PLATFORM_NAME
     if on_cpu:
         from draftloop.sglang.cpu.register import register_backend
 
         register_backend()
+    settings = TapSettings.from_environment()
     if runs_scheduler():
-        _hook_scheduler(on_cpu, TapSettings.from_environment())
+        _hook_scheduler(on_cpu, settings)
+    elif settings is not None and multiprocessing.parent_process() is None:
+        _install(front_hooks(), f"{TOKENIZER_MANAGER}.__init__")
 
 
 def runs_scheduler() -> bool:
@@ -29,10 +33,6 @@ def runs_scheduler() -> bool:
 
 
 def _hook_scheduler(on_cpu: bool, settings: TapSettings | None) -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    from draftloop.sglang.hooks import Hook, check, confirm_applied, tap_hooks
-
     hooks: tuple[Hook, ...] = ()
     if on_cpu:
         from draftloop.sglang.cpu.register import cpu_hooks, supply_kernels
@@ -41,6 +41,13 @@ def _hook_scheduler(on_cpu: bool, settings: TapSettings | None) -> None:
         hooks += cpu_hooks()
     if settings is not None:
         hooks += tap_hooks(Tap(settings), settings.algorithm)
+    _install(hooks, f"{SCHEDULER}.init_model_worker")
+
+
+def _install(hooks: tuple[Hook, ...], confirmed_before: str) -> None:
+    """Check and register the hooks; look whether they were applied when SGLang calls `confirmed_before`."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
     try:
         check(hooks)
     except HookError as err:
@@ -54,7 +61,7 @@ def _hook_scheduler(on_cpu: bool, settings: TapSettings | None) -> None:
 
     for hook in hooks:
         HookRegistry.register(hook.target, hook.function, HookType[hook.kind])
-    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.init_model_worker", confirm, HookType.BEFORE)
+    HookRegistry.register(confirmed_before, confirm, HookType.BEFORE)
 
 
 def _refuse(err: HookError) -> None:
