@@ -75,7 +75,7 @@ def tap_hooks(tap: Tap, algorithm: str) -> tuple[Hook, ...]:
         Hook("sglang.srt.mem_cache.common.release_kv_cache", ("req", "tree_cache"), "BEFORE", finish),
         # A request that was retracted holds no cache: when it is aborted then, only its client is told.
         Hook(f"{SCHEDULER}.send_abort_output", ("self", "abort_req", "req"), "BEFORE", abort),
-        Hook(f"{SCHEDULER}.on_idle", ("self",), "BEFORE", idle),
+        Hook(f"{SCHEDULER}.maybe_sleep_on_idle", ("self",), "BEFORE", idle),
     )
 
 
