@@ -18,7 +18,8 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from tiny_llama import LAYER_IDS, States, TinyTarget, random_prompts
+from safetensors.torch import load_file, save_file
+from tiny_llama import LAYER_IDS, States, TinyTarget, make_tiny_target, random_prompts
 
 from draftloop.capture.admission import Labels
 from draftloop.core.config import CapturePolicy, Config
@@ -30,10 +31,11 @@ from draftloop.trainer.day0 import make_untrained
 from draftloop.trainer.trainer import Trainer
 
 from .conftest import CHUNK, CONFIG, TRAINING_PROMPTS
-from .tap_traffic import Said, Tapped, random_mix
+from .tap_traffic import Said, Tapped, random_mix, too_much
 
 TOP_LOGITS = 5
 KINDS = ("eagle3", "dflash")
+END_ID = 1
 ACME, OTHER = Labels("acme", "chat"), Labels("other", "code")
 
 
@@ -53,25 +55,37 @@ def drafter_of(kind: str, target: TinyTarget, config: Config, folder: Path) -> P
     trainer = Trainer(target.folder, folder / "v0", config)
     trainer.add_records([target.record(prompt, 48, "chat", i) for i, prompt in enumerate(TRAINING_PROMPTS)])
     steps = 0
-    while steps < 80:
+    while steps < 24:
         steps += len(trainer.train(1e-6))
     trainer.save_candidate(folder / "v1", "v1", {})
     return folder / "v1"
 
 
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> TinyTarget:
+    """A target that does not say its end token, so that an answer is as long as asked. (With `ignore_eos` SGLang
+    reserves all slots of a request when it starts, and never retracts one.)"""
+    talker = make_tiny_target(tmp_path_factory.mktemp("talker"), seed=0)
+    file = talker.folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"][END_ID] = 0.0
+    save_file(tensors, file, {"format": "pt"})
+    return talker
+
+
 @pytest.fixture(scope="module", params=KINDS)
 def tapped(
-    request: pytest.FixtureRequest, target: TinyTarget, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, talker: TinyTarget, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Tapped]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     kind = request.param
     config, folder = config_of(kind), tmp_path_factory.mktemp(f"tap-{kind}")
-    drafter = drafter_of(kind, target, config, folder)
-    worker = Worker(target.folder, config, folder / "server.log")
+    drafter = drafter_of(kind, talker, config, folder)
+    worker = Worker(talker.folder, config, folder / "server.log")
     url = worker.start(drafter)
     try:
-        yield Tapped(worker, url, target)
+        yield Tapped(worker, url, talker)
     finally:
         worker.stop()
         torch.set_num_threads(threads)
@@ -126,7 +140,7 @@ def assert_refusals(record: CaptureRecord, states: States, greedy: bool) -> None
         assert step.rejected.tolist() == step.draft_tokens[step.parents == node].tolist()
         expected = states.logits[stopped].topk(TOP_LOGITS + 1)
         np.testing.assert_allclose(step.target_logits, expected.values[:TOP_LOGITS], rtol=1e-3, atol=1e-3)
-        wanted = states.logits[stopped][torch.from_numpy(step.target_ids).long()]
+        wanted = states.logits[stopped][step.target_ids.tolist()]
         np.testing.assert_allclose(step.target_logits, wanted, rtol=1e-3, atol=1e-3)
         if greedy:
             assert step.target_ids[0] not in step.rejected
@@ -151,11 +165,12 @@ def assert_all_true(tapped: Tapped, said: list[Said]) -> None:
 
 
 def test_random_mixes_are_captured_truly(tapped: Tapped) -> None:
-    """The heart: six mixes of requests, each with its own seed."""
+    """The heart: mixes of requests, each with its own seed, and one that overfills the pool."""
     stems = random_prompts(3, [24, CHUNK + 10, 2 * CHUNK + 7], seed=30)
     everything: list[Said] = []
     for seed in range(6):
-        said = tapped.run(random_mix(np.random.default_rng(seed), 12, stems, long_answers=4))
+        rng = np.random.default_rng(seed)
+        said = tapped.run(random_mix(rng, 12, stems) if seed else too_much(rng))
         assert_all_true(tapped, said)
         everything += said
     captured = tapped.captured()
