@@ -82,7 +82,7 @@ def test_tree_parents_undoes_the_linked_lists(data: st.DataObject, size: int) ->
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.integers(0, 2**31), st.sampled_from([5, 192, 384, 960, 1000, 1920]), st.integers(1, 12), st.booleans())
+@given(st.integers(0, 2**31), st.sampled_from([5, 128, 384, 640, 1000, 1920]), st.integers(1, 12), st.booleans())
 def test_best_tokens_are_torchs(seed: int, vocab: int, k: int, coarse: bool) -> None:
     """Coarse: few distinct values and masked tokens, so that ties and -inf are common."""
     logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(seed))
@@ -97,7 +97,7 @@ def test_best_tokens_are_torchs(seed: int, vocab: int, k: int, coarse: bool) -> 
 
 @pytest.mark.parametrize("k", [0, 2])
 def test_the_best_tokens_are_those_where_each_tree_stopped(k: int) -> None:
-    logits = torch.randn(2 * 4, 192 * 3, generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(2 * 4, 128 * 3, generator=torch.Generator().manual_seed(0))
     accept_index = torch.tensor([[0, 2, -1], [4, 5, 7]], dtype=torch.int32)
     chain = VerifiedTrees.of_chains(torch.zeros(2, 4, dtype=torch.int64), torch.zeros(8, 2), torch.tensor([2, 3]), None)
     trees = VerifiedTrees(

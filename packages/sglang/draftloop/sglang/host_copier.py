@@ -24,7 +24,7 @@ class HostCopier:
 
     def __init__(self) -> None:
         self._pending: queue.SimpleQueue[tuple[Any, list[torch.Tensor], Emit]] = queue.SimpleQueue()
-        # Each is written by one thread only.
+        # Copies begun and emitted; each is written by one thread only.
         self._submitted = self._done = 0
         self._stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         threading.Thread(target=self._run, name="draftloop-tap", daemon=True).start()
@@ -50,14 +50,15 @@ class HostCopier:
 
     def call(self, action: Callable[[], None]) -> None:
         """Call `action` when all that was submitted before it has been emitted. Never refused."""
-        self._submitted += 1
         self._pending.put((None, [], lambda _: action()))
 
     def _run(self) -> None:
         while True:
             event, host, emit = self._pending.get()
-            if event is not None:
-                event.synchronize()
+            if event is None:
+                emit([])
+                continue
+            event.synchronize()
             emit([as_numpy(tensor) for tensor in host])
             self._done += 1
 

@@ -32,7 +32,8 @@ from draftloop.sglang.host_copier import Emit, HostCopier, as_numpy
 from draftloop.sglang.labels import labels_of
 
 TAP_ENV = "DRAFTLOOP_TAP"
-_BLOCK = 192
+# Divides the usual vocabularies: Llama 3 (128,256), Qwen 3 (151,936), SmolLM2 (49,152).
+_BLOCK = 128
 
 
 class TapSettings(BaseModel):
