@@ -6,8 +6,7 @@ Last line, JSON: overhead (1 - median ratio of throughputs on/off), ratio_p10, r
 the overhead), pairs, records, on_tokens_per_s, off_tokens_per_s.
 
 Capture is turned on and off by the live policy, so both halves of a pair have the same server, prompts and cache. A
-pair is short (drift of the machine is slow against it), its order alternates, and one batch before each half is not
-timed: it runs under the half's policy. The time is that of whole answers, prefill of the last token included.
+pair is short (drift of the machine is slow against it) and its order alternates.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ class Pair:
     off: float
 
 
-def throughput(bench: Bench, policy: CapturePolicy, tokens: int) -> float:
-    """Tokens a second of one batch of PROMPTS concurrent greedy answers, each of exactly `tokens` tokens."""
+def throughput(bench: Bench, policy: CapturePolicy) -> float:
+    """Tokens a second of one batch of PROMPTS concurrent greedy answers, each of exactly TOKENS tokens."""
     bench.worker.set_capture(policy)
     start = time.perf_counter()
     done = asyncio.run(
         generate_batch(
-            bench.url, bench.input_ids[:PROMPTS], tokens, domain="bench", concurrency=PROMPTS, ignore_eos=True
+            bench.url, bench.input_ids[:PROMPTS], TOKENS, domain="bench", concurrency=PROMPTS, ignore_eos=True
         )
     )
     return sum(answer.completion_tokens for answer in done) / (time.perf_counter() - start)
@@ -53,12 +52,12 @@ def throughput(bench: Bench, policy: CapturePolicy, tokens: int) -> float:
 
 def measure(bench: Bench, until: float) -> tuple[list[Pair], int]:
     """Pairs until `until` (time.perf_counter), and the records they left."""
-    throughput(bench, OFF, TOKENS)  # fills the prefix cache, so that no timed batch pays for prefill
+    throughput(bench, OFF)  # fills the prefix cache, so that no timed batch pays for prefill
     pairs: list[Pair] = []
     records = 0
     while len(pairs) < FEWEST_PAIRS or time.perf_counter() < until:
         order = (("on", ON), ("off", OFF)) if len(pairs) % 2 == 0 else (("off", OFF), ("on", ON))
-        pairs.append(Pair(**{name: throughput(bench, policy, TOKENS) for name, policy in order}))
+        pairs.append(Pair(**{name: throughput(bench, policy) for name, policy in order}))
         records += len(bench.worker.take(PROMPTS * 4))
     return pairs, records
 
