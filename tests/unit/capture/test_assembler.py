@@ -154,7 +154,7 @@ def test_nothing_useful_is_discarded_and_counted() -> None:
     assembler.feed(make_chunk("cut", 0, [1, 2, 3]))
     assert len(assembler.feed(Finish("cut", "abort"))) == 1
     counts = assembler.counts
-    assert (counts.too_short, counts.dropped, counts.records, counts.finishes, counts.chunks) == (1, 1, 1, 4, 3)
+    assert (counts.too_short, counts.discarded, counts.records, counts.finishes, counts.chunks) == (1, 1, 1, 4, 3)
 
 
 def test_idle_requests_time_out_with_what_they_have() -> None:

@@ -15,8 +15,17 @@ def make_chunk(dtype: str = "float32", rows: int = 3) -> Chunk:
     rng = np.random.default_rng(0)
     fused: States = (rng.random((rows, 12)) * 100).astype(dtype)
     last_hidden: States = (rng.random((rows, 4)) * 100).astype(dtype)
-    step = VerifyStep(7, np.arange(5, dtype=np.int32), np.zeros(5, np.int32), 2, "v3")
-    return Chunk("chat--1", "chat", 7, 8, np.arange(rows, dtype=np.int32), fused, last_hidden, step)
+    step = VerifyStep(
+        position=7,
+        draft_tokens=np.arange(5, dtype=np.int32),
+        parents=np.zeros(5, np.int32),
+        accepted=2,
+        drafter_version="v3",
+        rejected=np.array([3, 4], np.int32),
+        target_ids=np.array([9, 1, 8], np.int32),
+        target_logits=np.array([2.5, 1.5, -np.inf], np.float32),
+    )
+    return Chunk("chat--1", "chat", 7, 8, np.arange(rows, dtype=np.int32), fused, last_hidden, step, "acme")
 
 
 def join(message: Chunk | Finish) -> bytes:
@@ -28,7 +37,7 @@ def test_chunk_round_trip(dtype: str) -> None:
     sent = make_chunk(dtype)
     got = decode(join(sent))
     assert isinstance(got, Chunk)
-    assert (got.request_id, got.domain, got.start, got.prompt_len) == ("chat--1", "chat", 7, 8)
+    assert (got.request_id, got.domain, got.tenant, got.start, got.prompt_len) == ("chat--1", "chat", "acme", 7, 8)
     for mine, theirs in (
         (sent.token_ids, got.token_ids),
         (sent.fused, got.fused),
@@ -39,8 +48,10 @@ def test_chunk_round_trip(dtype: str) -> None:
     assert got.verify is not None
     assert sent.verify is not None
     assert (got.verify.position, got.verify.accepted, got.verify.drafter_version) == (7, 2, "v3")
-    np.testing.assert_array_equal(got.verify.draft_tokens, sent.verify.draft_tokens)
-    np.testing.assert_array_equal(got.verify.parents, sent.verify.parents)
+    for name in ("draft_tokens", "parents", "rejected", "target_ids", "target_logits"):
+        mine, theirs = getattr(sent.verify, name), getattr(got.verify, name)
+        assert mine.dtype == theirs.dtype
+        np.testing.assert_array_equal(mine, theirs)
 
 
 def test_finish_and_chunk_without_draft_round_trip() -> None:

@@ -22,7 +22,7 @@ from draftloop.core.errors import HookError
 from draftloop.sglang.cpu.linear import MOST_PACKED_ROWS, pack, packed_linear
 from draftloop.sglang.cpu.ops import rms_norm, rotary, silu_and_mul
 from draftloop.sglang.cpu.register import cpu_hooks
-from draftloop.sglang.hooks import Hook, check, confirm_applied, problem_with, tap_hooks
+from draftloop.sglang.hooks import Hook, check, confirm_applied, front_hooks, problem_with, tap_hooks
 from draftloop.sglang.tap import Tap, TapSettings
 
 
@@ -40,6 +40,7 @@ def hook_checks() -> dict[str, Any]:
         tap = Tap(TapSettings(ring=with_ring.name))
         # What both algorithms share is listed once.
         hooks = tuple({h.target: h for name in ("EAGLE3", "DFLASH") for h in tap_hooks(tap, name)}.values())
+        hooks += front_hooks()
     finally:
         with_ring.close()
     first = hooks[0]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from draftloop.core.config import Config, ServerConfig
-from draftloop.sglang.hooks import DFLASH_WORKER, EAGLE_WORKER, TESTED_VERSIONS
+from draftloop.sglang.hooks import DFLASH_WORKER, EAGLE_WORKER, SCHEDULER, TESTED_VERSIONS, TOKENIZER_MANAGER
 from draftloop.sglang.server import server_environment
 
 PROGRAM = Path(__file__).with_name("inside_sglang.py")
@@ -54,7 +54,10 @@ def test_every_hook_fits(answers: dict[str, Any]) -> None:
         f"{EAGLE_WORKER}._draft_extend_for_prefill",
         f"{EAGLE_WORKER}._draft_extend_for_decode",
         f"{DFLASH_WORKER}.__init__",
+        f"{DFLASH_WORKER}._accept_block",
         "sglang.srt.mem_cache.common.release_kv_cache",
+        f"{SCHEDULER}.send_abort_output",
+        f"{TOKENIZER_MANAGER}.generate_request",
     }
     assert set(problems.values()) == {None}
     assert answers["hooks"]["check_good"] is None

@@ -123,7 +123,7 @@ def test_the_command_of_a_gpu_server() -> None:
 def test_the_environment_of_a_cpu_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/mine")
     monkeypatch.setenv("A_USERS_OWN", "kept")
-    tap = TapSettings(ring="ring-1", sample_rate=0.5)
+    tap = TapSettings(ring="ring-1", top_logits=4)
     environment = server_environment(Config(server=CPU), tap)
     assert environment["SGLANG_PLATFORM"] == PLATFORM_NAME
     assert environment["OMP_NUM_THREADS"] == "3"

@@ -1,75 +1,71 @@
-"""What the tap decides from a request id alone, and how it reads SGLang's linked trees."""
+"""What the tap decides without a server: a request's labels, SGLang's linked trees, the target's best tokens."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from draftloop.capture.buffer import is_held_out
-from draftloop.sglang.tap import TAP_ENV, TapSettings, domain_of, is_captured, tree_parents
-
-IDS = [f"chat--{i}" for i in range(4000)]
+from draftloop.capture.admission import Labels
+from draftloop.sglang.labels import DOMAIN_PARAM, TENANT_HEADER, TENANT_PARAM, label_from_headers, labels_of
+from draftloop.sglang.tap import TAP_ENV, TapSettings, VerifiedTrees, best_tokens, tree_parents
 
 
 @pytest.mark.parametrize(
-    ("request_id", "domain"),
+    ("request_id", "params", "labels"),
     [
-        ("chat--1f", "chat"),
-        ("my-tenant--1--2", "my-tenant"),
-        ("--1f", "default"),
-        ("1f", "default"),
-        ("", "default"),
-        ("chat-1f", "default"),
+        ("chat--1f", None, Labels("default", "chat")),
+        ("a--b--c", {}, Labels("default", "a")),
+        ("--1f", None, Labels("default", "default")),
+        ("1f", None, Labels("default", "default")),
+        ("", None, Labels("default", "default")),
+        ("chat-1f", {TENANT_PARAM: "acme"}, Labels("acme", "default")),
+        ("chat--1f", {TENANT_PARAM: "acme", DOMAIN_PARAM: "code"}, Labels("acme", "code")),
+        ("chat--1f", {TENANT_PARAM: 7, DOMAIN_PARAM: ""}, Labels("default", "chat")),
+        ("x" * 500 + "--1", {TENANT_PARAM: "y" * 500}, Labels("y" * 128, "x" * 128)),
     ],
 )
-def test_domain_of(request_id: str, domain: str) -> None:
-    assert domain_of(request_id) == domain
+def test_labels_of(request_id: str, params: dict[str, Any] | None, labels: Labels) -> None:
+    assert labels_of(request_id, params) == labels
 
 
-def test_the_choice_is_the_same_in_every_process() -> None:
-    """Written down once: another hash would split a request between two workers or two runs."""
-    tap = TapSettings(ring="r", sample_rate=0.5)
-    assert [is_captured(request_id, tap) for request_id in IDS[:8]] == [
-        False, False, True, True, False, False, True, True,
-    ]  # fmt: skip
+@pytest.mark.parametrize("given_params", [None, {}, {"temperature": 0.5}, {"custom_params": None}])
+def test_a_header_becomes_a_parameter(given_params: dict[str, Any] | None) -> None:
+    obj = SimpleNamespace(sampling_params=given_params)
+    label_from_headers(None, obj, SimpleNamespace(headers={TENANT_HEADER: "acme"}))
+    assert obj.sampling_params == {**(given_params or {}), "custom_params": {TENANT_PARAM: "acme"}}
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.1, 0.5, 0.9, 1.0])
-def test_the_share_is_as_asked(rate: float) -> None:
-    share = sum(is_captured(request_id, TapSettings(ring="r", sample_rate=rate)) for request_id in IDS) / len(IDS)
-    assert share == pytest.approx(rate, abs=0.025)
-    if rate in (0.0, 1.0):
-        assert share == rate
+def test_a_header_wins_over_the_body_and_leaves_the_rest() -> None:
+    params = {"custom_params": {TENANT_PARAM: "mine", "other": 1}}
+    obj = SimpleNamespace(sampling_params=[params, {}])
+    label_from_headers(None, obj, SimpleNamespace(headers={TENANT_HEADER: "acme"}))
+    assert obj.sampling_params == [
+        {"custom_params": {TENANT_PARAM: "acme", "other": 1}},
+        {"custom_params": {TENANT_PARAM: "acme"}},
+    ]
+    assert params == {"custom_params": {TENANT_PARAM: "mine", "other": 1}}, "the client's own was changed"
 
 
-def test_a_request_captured_at_a_low_rate_is_captured_at_a_higher_one() -> None:
-    low, high = (TapSettings(ring="r", sample_rate=rate) for rate in (0.2, 0.6))
-    assert all(is_captured(request_id, high) for request_id in IDS if is_captured(request_id, low))
-
-
-def test_sampling_does_not_choose_the_held_out_records() -> None:
-    tap = TapSettings(ring="r", sample_rate=0.1)
-    captured = [request_id for request_id in IDS if is_captured(request_id, tap)]
-    share = sum(is_held_out(request_id, 0.2) for request_id in captured) / len(captured)
-    assert share == pytest.approx(0.2, abs=0.08)
-
-
-def test_an_opted_out_domain_is_never_captured() -> None:
-    tap = TapSettings(ring="r", skip_domains=("heldout",))
-    assert not any(is_captured(f"heldout--{i}", tap) for i in range(200))
-    assert is_captured("heldout2--1", tap)
-    assert is_captured("heldout-1", tap)
+def test_without_our_headers_nothing_is_touched() -> None:
+    for request in (None, SimpleNamespace(headers={"x-other": "1"})):
+        obj = SimpleNamespace(sampling_params=None)
+        label_from_headers(None, obj, request)
+        assert obj.sampling_params is None
 
 
 def test_settings_travel_through_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    tap = TapSettings(ring="r", sample_rate=0.25, skip_domains=("a", "b"))
+    tap = TapSettings(ring="r", algorithm="DFLASH", top_logits=3)
     monkeypatch.setenv(TAP_ENV, tap.model_dump_json())
     assert TapSettings.from_environment() == tap
-    monkeypatch.setenv(TAP_ENV, '{"ring": "r", "sample_rte": 1}')
-    with pytest.raises(ValidationError, match="sample_rte"):
+    monkeypatch.setenv(TAP_ENV, '{"ring": "r", "top_logit": 1}')
+    with pytest.raises(ValidationError, match="top_logit"):
         TapSettings.from_environment()
     monkeypatch.delenv(TAP_ENV)
     assert TapSettings.from_environment() is None
@@ -83,3 +79,32 @@ def test_tree_parents_undoes_the_linked_lists(data: st.DataObject, size: int) ->
     for node in range(size - 1, 0, -1):
         sibling[node], child[parents[node]] = child[parents[node]], node
     assert tree_parents(child, sibling).tolist() == parents
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 2**31), st.sampled_from([5, 128, 384, 640, 1000, 1920]), st.integers(1, 12), st.booleans())
+def test_best_tokens_are_torchs(seed: int, vocab: int, k: int, coarse: bool) -> None:
+    """Coarse: few distinct values and masked tokens, so that ties and -inf are common."""
+    logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(seed))
+    if coarse:
+        logits = (2 * logits).round()
+        logits[logits < 0] = -torch.inf
+    values, ids = best_tokens(logits, k)
+    torch.testing.assert_close(values, logits.topk(min(k, vocab)).values, rtol=0, atol=0)
+    torch.testing.assert_close(logits.gather(1, ids), values, rtol=0, atol=0)
+    assert all(len(set(row)) == len(row) for row in ids.tolist())
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_the_best_tokens_are_those_where_each_tree_stopped(k: int) -> None:
+    logits = torch.randn(2 * 4, 128 * 3, generator=torch.Generator().manual_seed(0))
+    accept_index = torch.tensor([[0, 2, -1], [4, 5, 7]], dtype=torch.int32)
+    chain = VerifiedTrees.of_chains(torch.zeros(2, 4, dtype=torch.int64), torch.zeros(8, 2), torch.tensor([2, 3]), None)
+    trees = VerifiedTrees(
+        chain.tokens, chain.fused, accept_index, chain.accept_lens, chain.next_token, chain.next_sibling, logits
+    )
+    values, ids = trees.best_where_stopped(k)
+    expected = logits[[2, 7]].topk(k)
+    assert torch.equal(values, expected.values)
+    assert torch.equal(ids, expected.indices)
+    assert [part.shape for part in chain.best_where_stopped(k)] == [(2, 0), (2, 0)]

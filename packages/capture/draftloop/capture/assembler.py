@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from draftloop.capture.wire import Chunk, Finish, Message, widen
+from draftloop.capture.wire import DISCARDING, Chunk, Finish, Message, widen
 from draftloop.core.records import CaptureRecord, VerifyStep
 
 # One row predicts nothing the span itself can confirm.
@@ -31,15 +31,15 @@ _MIN_TOKENS = 2
 class AssemblerCounts:
     """What became of what was fed.
 
-    records: emitted.  dropped: requests discarded because the ring was full.  too_short: spans of fewer than two
-    tokens, discarded.  timed_out, evicted: requests closed early, for being idle or for want of room; what they had
-    was emitted.
+    records: emitted.  discarded: requests given up because the ring was full or they were withdrawn.  too_short: spans
+    of fewer than two tokens, discarded.  timed_out, evicted: requests closed early, for being idle or for want of room;
+    what they had was emitted.
     """
 
     chunks: int = 0
     finishes: int = 0
     records: int = 0
-    dropped: int = 0
+    discarded: int = 0
     too_short: int = 0
     timed_out: int = 0
     evicted: int = 0
@@ -50,6 +50,7 @@ class _Span:
     """Contiguous rows of one request: piece i holds (token_ids, fused, last_hidden) of consecutive positions."""
 
     domain: str
+    tenant: str
     prompt_len: int
     start: int
     end: int
@@ -58,7 +59,8 @@ class _Span:
 
     @classmethod
     def of(cls, chunk: Chunk) -> _Span:
-        return cls(chunk.domain, chunk.prompt_len, chunk.start, chunk.end, [_rows(chunk, chunk.start, chunk.end)])
+        rows = [_rows(chunk, chunk.start, chunk.end)]
+        return cls(chunk.domain, chunk.tenant, chunk.prompt_len, chunk.start, chunk.end, rows)
 
     def takes(self, chunk: Chunk) -> bool:
         """Whether `chunk` touches the span and has states of the same kind."""
@@ -188,9 +190,9 @@ class Assembler:
         request.nbytes = nbytes
 
     def _finish(self, message: Finish) -> list[CaptureRecord]:
-        if message.reason != "dropped":
+        if message.reason not in DISCARDING:
             return self._close(message.request_id) if message.request_id in self._open else []
-        self.counts.dropped += 1
+        self.counts.discarded += 1
         request = self._open.pop(message.request_id, None)
         if request is not None:
             self._open_bytes -= request.nbytes
@@ -212,6 +214,7 @@ class Assembler:
             CaptureRecord(
                 request_id=request_id,
                 domain=span.domain,
+                tenant=span.tenant,
                 start=span.start,
                 prompt_len=span.prompt_len,
                 token_ids=token_ids,

@@ -18,12 +18,17 @@ _IDLE_PAUSE_S = 0.02
 @dataclass(frozen=True, slots=True)
 class CollectorCounts:
     """records: whole records collected.  tokens: positions in them.  records_dropped: lost whole, because the ring
-    or this collector was full.  damaged: messages that failed their checksum."""
+    or this collector was full.  records_throttled: never begun, to hold the byte rate.  records_withdrawn: given up
+    because their tenant or domain opted out.  damaged: messages that failed their checksum.  open_requests: requests
+    of which a part has come."""
 
     records: int = 0
     tokens: int = 0
     records_dropped: int = 0
+    records_throttled: int = 0
+    records_withdrawn: int = 0
     damaged: int = 0
+    open_requests: int = 0
 
 
 class Collector:
@@ -49,9 +54,18 @@ class Collector:
         return taken
 
     def counts(self) -> CollectorCounts:
+        """The tap counts its losses in the ring itself, so they show even when nothing is read."""
+        ring = self._reader.counters()
         with self._lock:
-            dropped = self._assembler.counts.dropped + self._overflow
-            return CollectorCounts(self._records, self._tokens, dropped, self._damaged)
+            return CollectorCounts(
+                records=self._records,
+                tokens=self._tokens,
+                records_dropped=ring.records_dropped + self._overflow,
+                records_throttled=ring.records_throttled,
+                records_withdrawn=ring.records_withdrawn,
+                damaged=self._damaged,
+                open_requests=self._assembler.open_requests,
+            )
 
     def close(self) -> None:
         """Read what is left in the ring, close open requests, stop."""

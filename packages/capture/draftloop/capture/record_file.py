@@ -10,11 +10,18 @@ from typing import Any, BinaryIO
 
 from numpy.typing import NDArray
 
-from draftloop.capture.wire import DamagedMessageError, join_verify, pack_frame, split_verify, unpack_frame
+from draftloop.capture.wire import (
+    VERIFY_ARRAY_COUNT,
+    DamagedMessageError,
+    join_verify,
+    pack_frame,
+    split_verify,
+    unpack_frame,
+)
 from draftloop.core.errors import DraftloopError
 from draftloop.core.records import CaptureRecord
 
-_MAGIC = b"DLREC1\n\0"
+_MAGIC = b"DLREC2\n\0"
 _LENGTH = struct.Struct("<Q")
 
 
@@ -91,6 +98,7 @@ def _record_parts(record: CaptureRecord, held_out: bool) -> list[bytes | memoryv
     fields = {
         "request_id": record.request_id,
         "domain": record.domain,
+        "tenant": record.tenant,
         "start": record.start,
         "prompt_len": record.prompt_len,
         "held_out": held_out,
@@ -102,7 +110,10 @@ def _record_parts(record: CaptureRecord, held_out: bool) -> list[bytes | memoryv
 def _record(fields: dict[str, Any], arrays: list[NDArray[Any]]) -> tuple[CaptureRecord, bool]:
     held_out = fields.pop("held_out")
     steps = fields.pop("verify_steps")
-    verify_steps = tuple(join_verify(step, arrays[3 + 2 * i : 5 + 2 * i]) for i, step in enumerate(steps))
+    first, width = 3, VERIFY_ARRAY_COUNT
+    verify_steps = tuple(
+        join_verify(step, arrays[first + width * i : first + width * (i + 1)]) for i, step in enumerate(steps)
+    )
     token_ids, fused, last_hidden = (array.copy() for array in arrays[:3])
     return CaptureRecord(
         **fields, token_ids=token_ids, fused=fused, last_hidden=last_hidden, verify_steps=verify_steps

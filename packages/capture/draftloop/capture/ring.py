@@ -1,10 +1,12 @@
 """A bounded byte ring in shared memory: one producer, one consumer, whole messages or nothing.
 
-Layout: three 64-byte header lines, then `capacity` bytes of frames.
+Layout: three 64-byte header lines, a control block (see `control`), then `capacity` bytes of frames.
 
-    line 0  magic, capacity                                   written once by the owner
-    line 1  head, written, dropped, dropped bytes             written by the producer only
-    line 2  tail, read                                        written by the consumer only
+    line 0   magic, capacity                                  written once by the owner
+    line 1   head, written, dropped, dropped bytes,           written by the producer only
+             records dropped, throttled, withdrawn
+    line 2   tail, read                                       written by the consumer only
+    control  the capture policy                               written by the owner only
 
 `head` and `tail` count bytes ever published and consumed; their difference is what the ring holds. A frame is a
 16-byte header (payload length, sequence number), the payload, and padding to 16 bytes, so that a frame's header
@@ -24,14 +26,17 @@ from dataclasses import dataclass
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
+from draftloop.capture.control import CONTROL_BYTES, ControlBlock
 from draftloop.core.errors import DraftloopError
 
-_MAGIC = int.from_bytes(b"DLRING01", "little")
+_MAGIC = int.from_bytes(b"DLRING02", "little")
 _ALIGN = 16
 _LINE_WORDS = 8
-_HEADER_BYTES = 3 * 64
+_LINES_BYTES = 3 * 64
+_HEADER_BYTES = _LINES_BYTES + CONTROL_BYTES
 _CAPACITY = 1
 _HEAD, _WRITTEN, _DROPPED, _DROPPED_BYTES = range(_LINE_WORDS, _LINE_WORDS + 4)
+_RECORDS_DROPPED, _RECORDS_THROTTLED, _RECORDS_WITHDRAWN = range(_LINE_WORDS + 4, _LINE_WORDS + 7)
 _TAIL, _READ = range(2 * _LINE_WORDS, 2 * _LINE_WORDS + 2)
 _SHM_DIR = Path("/dev/shm")
 
@@ -42,7 +47,11 @@ class RingError(DraftloopError):
 
 @dataclass(frozen=True)
 class RingCounters:
-    """Messages written, read and dropped since the ring was made; bytes dropped, held now, and at most held."""
+    """Messages written, read and dropped since the ring was made; bytes dropped, held now, and at most held.
+
+    records_dropped: requests that found the ring full and lost their record.  records_throttled: requests refused
+    for the byte rate.  records_withdrawn: requests whose tenant or domain opted out while they ran.
+    """
 
     written: int
     read: int
@@ -50,6 +59,9 @@ class RingCounters:
     dropped_bytes: int
     bytes_used: int
     capacity: int
+    records_dropped: int = 0
+    records_throttled: int = 0
+    records_withdrawn: int = 0
 
     @property
     def pending(self) -> int:
@@ -75,13 +87,15 @@ class _Ring:
         self.name = name
         self._mapping = mapping
         self._memory = memoryview(mapping)
-        self._words = self._memory[:_HEADER_BYTES].cast("Q")
+        self._words = self._memory[:_LINES_BYTES].cast("Q")
+        self.control = ControlBlock(self._memory[_LINES_BYTES:_HEADER_BYTES])
         self._capacity = self._words[_CAPACITY]
         self._data = self._memory[_HEADER_BYTES : _HEADER_BYTES + self._capacity]
 
     def close(self) -> None:
         """Unmap; the ring stays."""
         self._data.release()
+        self.control.release()
         self._words.release()
         self._memory.release()
         self._mapping.close()
@@ -97,6 +111,9 @@ class _Ring:
             dropped_bytes=words[_DROPPED_BYTES],
             bytes_used=words[_HEAD] - tail,
             capacity=self._capacity,
+            records_dropped=words[_RECORDS_DROPPED],
+            records_throttled=words[_RECORDS_THROTTLED],
+            records_withdrawn=words[_RECORDS_WITHDRAWN],
         )
 
 
@@ -174,6 +191,15 @@ class RingWriter(_Ring):
         words[_WRITTEN] = sequence + 1
         words[_HEAD] = head + frame
         return True
+
+    def count_dropped_record(self) -> None:
+        self._words[_RECORDS_DROPPED] += 1
+
+    def count_throttled_record(self) -> None:
+        self._words[_RECORDS_THROTTLED] += 1
+
+    def count_withdrawn_record(self) -> None:
+        self._words[_RECORDS_WITHDRAWN] += 1
 
     def _put(self, at: int, part: bytes | memoryview) -> int:
         """Copy `part` to offset `at`, wrapping at the end; returns the offset after it."""

@@ -3,65 +3,74 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
 
 from draftloop.capture.ring import RingWriter
-from draftloop.capture.wire import Chunk, Finish, encode
+from draftloop.capture.wire import DROPPED, WITHDRAWN, Chunk, Finish, encode
 
-_DROPPED = "dropped"
 _MAX_REMEMBERED = 8192
 
 
-@dataclass
-class TapCounts:
-    """chunks_sent: chunks in the ring.  records_dropped: requests that lost a chunk and with it their record."""
-
-    chunks_sent: int = 0
-    records_dropped: int = 0
-
-
 class TapWriter:
-    """Sends chunks and finishes of many requests through one ring; never blocks.
+    """Sends chunks and finishes of many requests through one ring; never blocks. Lost records are counted in the ring,
+    where they can be read although nothing gets through it.
 
-    Its memory is bounded: beyond 8192 poisoned requests or unsent finishes the oldest is forgotten. That is safe, as
+    Its memory is bounded: beyond 8192 dropped requests or unsent finishes the oldest is forgotten. That is safe, as
     the assembler ends a span at a hole and gives up an idle request by itself.
     """
 
     def __init__(self, ring: RingWriter) -> None:
         self._ring = ring
-        self._poisoned: OrderedDict[str, None] = OrderedDict()
+        self._dropped: OrderedDict[str, None] = OrderedDict()
         self._unsent: OrderedDict[str, Finish] = OrderedDict()
-        self.counts = TapCounts()
+        self.bytes_sent = 0
 
     def offer(self, chunk: Chunk) -> bool:
-        """Send `chunk`; False when it, or an earlier chunk of its request, found the ring full."""
+        """Send `chunk`; False when it, or an earlier chunk of its request, was not."""
         if self._unsent:
             self._send_finishes()
-        if chunk.request_id in self._poisoned:
+        if chunk.request_id in self._dropped:
             return False
         if self._ring.try_write(encode(chunk)):
-            self.counts.chunks_sent += 1
+            self.bytes_sent += chunk.nbytes
             return True
-        self.counts.records_dropped += 1
-        self._poisoned[chunk.request_id] = None
-        if len(self._poisoned) > _MAX_REMEMBERED:
-            self._poisoned.popitem(last=False)
-        self._queue(Finish(chunk.request_id, _DROPPED))
+        self.drop(chunk.request_id)
         return False
+
+    def drop(self, request_id: str) -> None:
+        """Rows of the request were lost on the way, so its record is, too."""
+        if request_id in self._dropped:
+            return
+        self._ring.count_dropped_record()
+        self._dropped[request_id] = None
+        if len(self._dropped) > _MAX_REMEMBERED:
+            self._dropped.popitem(last=False)
+        self._queue(Finish(request_id, DROPPED))
+
+    def withdraw(self, request_id: str) -> None:
+        """The request may not be captured any more, and its chunks end here: what was sent is to be forgotten."""
+        if request_id in self._dropped:
+            del self._dropped[request_id]
+            return
+        self._ring.count_withdrawn_record()
+        self._queue(Finish(request_id, WITHDRAWN))
 
     def finish(self, request_id: str, reason: str) -> None:
         """Tell the consumer that the request ended; kept and sent later when the ring is full."""
-        if request_id in self._poisoned:
-            # The consumer was told "dropped", or will be: that finish is queued.
-            del self._poisoned[request_id]
+        if request_id in self._dropped:
+            # The consumer was told so, or will be: that finish is queued.
+            del self._dropped[request_id]
             self._send_finishes()
         else:
             self._queue(Finish(request_id, reason))
 
-    def flush(self) -> bool:
-        """Send the finishes still kept; True when none is left. Call it when the scheduler is idle."""
+    @property
+    def has_unsent(self) -> bool:
+        """Whether finishes wait for room."""
+        return bool(self._unsent)
+
+    def flush(self) -> None:
+        """Send the finishes still kept, as far as there is room. Call it when the scheduler is idle."""
         self._send_finishes()
-        return not self._unsent
 
     def _queue(self, message: Finish) -> None:
         self._unsent[message.request_id] = message

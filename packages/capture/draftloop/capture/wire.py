@@ -22,7 +22,7 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-from draftloop.core.records import VerifyStep
+from draftloop.core.records import DEFAULT_LABEL, VerifyStep
 
 States = NDArray[np.float32] | NDArray[np.float16] | NDArray[np.uint16]
 
@@ -36,6 +36,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "bfloat16": np.dtype("<u2"),
 }
 _TAGS = {dtype: tag for tag, dtype in _DTYPES.items()}
+VERIFY_ARRAY_COUNT = 5
 _STATE_DTYPES = frozenset(_DTYPES[tag] for tag in ("float32", "float16", "bfloat16"))
 
 
@@ -60,6 +61,7 @@ class Chunk:
     fused: States
     last_hidden: States
     verify: VerifyStep | None = None
+    tenant: str = DEFAULT_LABEL
 
     def __post_init__(self) -> None:
         rows = len(self.token_ids)
@@ -83,9 +85,15 @@ class Chunk:
         return int(self.token_ids.nbytes + self.fused.nbytes + self.last_hidden.nbytes)
 
 
+DROPPED = "dropped"
+WITHDRAWN = "withdrawn"
+DISCARDING = frozenset({DROPPED, WITHDRAWN})
+
+
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The request ended. reason: "stop", "length", "abort", or "dropped" (the ring was full: discard what came)."""
+    """The request ended. reason: "stop", "length", "abort", or why what came is to be discarded: DROPPED (the ring
+    was full), WITHDRAWN (its tenant or domain opted out meanwhile)."""
 
     request_id: str
     reason: str
@@ -101,6 +109,7 @@ def encode(message: Message) -> list[bytes | memoryview]:
     fields: dict[str, Any] = {
         "request_id": message.request_id,
         "domain": message.domain,
+        "tenant": message.tenant,
         "start": message.start,
         "prompt_len": message.prompt_len,
         "verify": None,
@@ -120,7 +129,7 @@ def decode(data: bytes | memoryview) -> Message:
             return Finish(fields["request_id"], fields["reason"])
         if kind == "chunk":
             verify = fields.pop("verify")
-            step = None if verify is None else join_verify(verify, arrays[3:5])
+            step = None if verify is None else join_verify(verify, arrays[3:])
             return Chunk(**fields, token_ids=arrays[0], fused=arrays[1], last_hidden=arrays[2], verify=step)
     except (KeyError, IndexError, TypeError, ValueError) as err:
         raise DamagedMessageError(f"malformed {kind} message: {err}") from None
@@ -128,15 +137,22 @@ def decode(data: bytes | memoryview) -> Message:
 
 
 def split_verify(step: VerifyStep) -> tuple[dict[str, Any], list[NDArray[Any]]]:
-    """A verification step as plain fields and its two arrays (draft_tokens, parents)."""
+    """A verification step as plain fields and its VERIFY_ARRAY_COUNT arrays."""
     fields = {"position": step.position, "accepted": step.accepted, "drafter_version": step.drafter_version}
-    return fields, [step.draft_tokens, step.parents]
+    return fields, [step.draft_tokens, step.parents, step.rejected, step.target_ids, step.target_logits]
 
 
 def join_verify(fields: dict[str, Any], arrays: Sequence[NDArray[Any]]) -> VerifyStep:
-    """The inverse of `split_verify`."""
-    draft_tokens, parents = arrays
-    return VerifyStep(draft_tokens=draft_tokens, parents=parents, **fields)
+    """The inverse of `split_verify`. Raises ValueError for another number of arrays."""
+    draft_tokens, parents, rejected, target_ids, target_logits = arrays
+    return VerifyStep(
+        draft_tokens=draft_tokens,
+        parents=parents,
+        rejected=rejected,
+        target_ids=target_ids,
+        target_logits=target_logits,
+        **fields,
+    )
 
 
 def pack_frame(kind: str, fields: dict[str, Any], arrays: Sequence[NDArray[Any]]) -> list[bytes | memoryview]:

@@ -54,14 +54,32 @@ class ServerConfig(_Section):
     start_timeout_s: float = 240.0
 
 
-class CaptureConfig(_Section):
-    """The tap and what keeps its records."""
+class CapturePolicy(_Section):
+    """Which requests are captured. May be replaced while the server serves; an opt-out wins over an opt-in."""
+
+    sample_rate: float = Field(1.0, ge=0.0, le=1.0)
+    tenants: frozenset[str] | None = Field(None, description="only these tenants (opt-in); None = every tenant")
+    skip_tenants: frozenset[str] = Field(frozenset(), description="never these tenants (opt-out)")
+    domains: frozenset[str] | None = Field(None, description="only these domains; None = every domain")
+    skip_domains: frozenset[str] = Field(frozenset(), description="never these domains")
+    max_bytes_per_s: int | None = Field(
+        None, ge=1, description="average rate of captured bytes; whole records are left out to hold it; None = no limit"
+    )
+
+
+class CaptureConfig(CapturePolicy):
+    """The tap and what keeps its records. The policy is the one the server starts with."""
 
     ring_mib: int = Field(64, ge=1, description="shared-memory ring between scheduler and collector")
-    sample_rate: float = Field(1.0, ge=0.0, le=1.0)
+    top_logits: int = Field(8, ge=0, le=64, description="the target's best tokens kept where a draft was refused")
     buffer_mib: int = Field(1024, ge=1)
     holdout_fraction: float = Field(0.1, gt=0.0, lt=0.5, description="records kept for the gate, never trained on")
     domain_quota: float = Field(0.7, gt=0.0, le=1.0, description="largest share of the buffer one domain may hold")
+
+    @property
+    def policy(self) -> CapturePolicy:
+        """The policy alone."""
+        return CapturePolicy(**self.model_dump(include=set(CapturePolicy.model_fields)))
 
 
 class TrainerConfig(_Section):

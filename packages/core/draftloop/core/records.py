@@ -7,6 +7,10 @@
 
 Row t of the states belongs to token t: it was computed with x[t] as input. A span never has a hole; a
 missing prefix (radix cache hit) shows as `start > 0`.
+
+A verification step stopped at row `position + accepted`: every drafted token that continued it was refused there.
+
+    root x[P], tree  P -> a -> b, P -> c     accepted 1: a is x[P+1]; rejected [b]; target_logits are row P+1's
 """
 
 from __future__ import annotations
@@ -15,6 +19,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
+
+DEFAULT_LABEL = "default"
+
+
+def _no_tokens() -> NDArray[np.int32]:
+    return np.empty(0, np.int32)
+
+
+def _no_logits() -> NDArray[np.float32]:
+    return np.empty(0, np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +40,9 @@ class VerifyStep:
     parents: [N-1] int32, tree index of each node's parent (0 = root, i = draft_tokens[i-1]).
     accepted: number of drafted tokens accepted; accepted + 1 tokens were emitted.
     drafter_version: the drafter that drew the tree.
+    rejected: [R] int32, the drafted tokens refused where the step stopped; empty when it stopped at a leaf.
+    target_ids, target_logits: [k] int32 and float32, the target's k best next tokens there, best first, after
+    penalties and grammar and before temperature; k is `capture.top_logits`.
     """
 
     position: int
@@ -33,6 +50,9 @@ class VerifyStep:
     parents: NDArray[np.int32]
     accepted: int
     drafter_version: str
+    rejected: NDArray[np.int32] = field(default_factory=_no_tokens)
+    target_ids: NDArray[np.int32] = field(default_factory=_no_tokens)
+    target_logits: NDArray[np.float32] = field(default_factory=_no_logits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +61,7 @@ class CaptureRecord:
 
     token_ids: [T] int32.  fused: [T, K*H] float.  last_hidden: [T, H] float (after the final norm).
     prompt_len: tokens of the whole prompt; positions >= prompt_len - 1 predict generated tokens.
+    domain, tenant: the request's labels: the kind of text, and whose it is.
     """
 
     request_id: str
@@ -51,6 +72,7 @@ class CaptureRecord:
     fused: NDArray[np.floating]
     last_hidden: NDArray[np.floating]
     verify_steps: tuple[VerifyStep, ...] = field(default=())
+    tenant: str = DEFAULT_LABEL
 
     def __post_init__(self) -> None:
         rows = len(self.token_ids)

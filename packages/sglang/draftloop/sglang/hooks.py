@@ -15,11 +15,14 @@ from importlib.metadata import version
 from typing import Any
 
 from draftloop.core.errors import HookError
+from draftloop.sglang.labels import label_from_headers
 from draftloop.sglang.tap import Tap, VerifiedTrees
 
 TESTED_VERSIONS = ("0.5.23",)
 EAGLE_WORKER = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker"
 DFLASH_WORKER = "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2"
+SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,12 @@ def tap_hooks(tap: Tap, algorithm: str) -> tuple[Hook, ...]:
             reason = req.finished_reason.to_json()["type"]
             tap.finish(req.rid, reason)
 
+    def abort(scheduler: Any, abort_req: Any, req: Any) -> None:
+        tap.finish(req.rid, "abort")
+
+    def idle(scheduler: Any) -> None:
+        tap.idle()
+
     worker = DFLASH_WORKER if algorithm == "DFLASH" else EAGLE_WORKER
     feeding = dflash_hooks(tap) if algorithm == "DFLASH" else eagle_hooks(tap)
     return (
@@ -64,7 +73,15 @@ def tap_hooks(tap: Tap, algorithm: str) -> tuple[Hook, ...]:
         ),
         *feeding,
         Hook("sglang.srt.mem_cache.common.release_kv_cache", ("req", "tree_cache"), "BEFORE", finish),
+        # A request that was retracted holds no cache: when it is aborted then, only its client is told.
+        Hook(f"{SCHEDULER}.send_abort_output", ("self", "abort_req", "req"), "BEFORE", abort),
+        Hook(f"{SCHEDULER}.maybe_sleep_on_idle", ("self",), "BEFORE", idle),
     )
+
+
+def front_hooks() -> tuple[Hook, ...]:
+    """The hooks of the HTTP process, which reads the labels' headers."""
+    return (Hook(f"{TOKENIZER_MANAGER}.generate_request", ("self", "obj", "request"), "BEFORE", label_from_headers),)
 
 
 def serving_version() -> str:
@@ -93,6 +110,7 @@ def eagle_hooks(tap: Tap) -> tuple[Hook, ...]:
             batch_result.accept_lens,
             tree.retrieve_next_token,
             tree.retrieve_next_sibling,
+            batch_result.logits_output.next_token_logits,
         )
         tap.verify(batch, verified, serving_version())
 
@@ -105,9 +123,13 @@ def eagle_hooks(tap: Tap) -> tuple[Hook, ...]:
 def dflash_hooks(tap: Tap) -> tuple[Hook, ...]:
     """DFlash writes the target's states into its draft's KV cache; the batch they belong to is seen just before."""
     current: list[Any] = []
+    verdict: list[Any] = []
 
     def begin(worker: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
         current[:] = [batch]
+
+    def judge(worker: Any, *, candidates: Any, next_token_logits: Any, **kwargs: Any) -> None:
+        verdict[:] = [candidates, next_token_logits]
 
     def append(
         worker: Any, *, target_hidden: Any, cache_loc: Any, positions: Any, commit_lens: Any = None, **kwargs: Any
@@ -116,12 +138,13 @@ def dflash_hooks(tap: Tap) -> tuple[Hook, ...]:
         if commit_lens is None:
             tap.prefill(batch, target_hidden)
         else:
-            tokens = worker._draft_block_tokens_buf[: len(batch.reqs)]
-            verified = VerifiedTrees.of_chains(tokens, target_hidden, commit_lens)
-            tap.verify(batch, verified, serving_version())
+            tokens, logits = verdict
+            verdict.clear()
+            tap.verify(batch, VerifiedTrees.of_chains(tokens, target_hidden, commit_lens, logits), serving_version())
 
     return (
         Hook(f"{DFLASH_WORKER}.forward_batch_generation", ("self", "batch"), "BEFORE", begin),
+        Hook(f"{DFLASH_WORKER}._accept_block", ("self", "candidates", "next_token_logits"), "BEFORE", judge),
         Hook(
             f"{DFLASH_WORKER}._append_target_hidden_to_draft_kv_by_loc",
             ("self", "target_hidden", "cache_loc", "positions"),
@@ -157,4 +180,4 @@ def confirm_applied(hooks: Sequence[Hook]) -> None:
     """Raise HookError when a hook's target is not wrapped (SGLang logs such failures and goes on)."""
     for hook in hooks:
         if not hasattr(pkgutil.resolve_name(hook.target), "__wrapped__"):
-            raise HookError(f"SGLang {version('sglang')}: hook {hook.target} was not applied in the scheduler process")
+            raise HookError(f"SGLang {version('sglang')}: hook {hook.target} was not applied in its process")

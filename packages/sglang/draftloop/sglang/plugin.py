@@ -8,37 +8,37 @@ import sys
 from typing import Any
 
 from draftloop.core.errors import HookError
+from draftloop.sglang.exact_rows import exact_hooks
+from draftloop.sglang.hooks import SCHEDULER, TOKENIZER_MANAGER, Hook, check, confirm_applied, front_hooks, tap_hooks
 from draftloop.sglang.platform import PLATFORM_NAME
+from draftloop.sglang.swap_hooks import swap_hooks
 from draftloop.sglang.tap import Tap, TapSettings
 
 
 def load() -> None:
-    """Tell every process the CPU attention backend's name; where the models will live, hook what this server needs."""
+    """Tell every process the CPU attention backend's name; hook the scheduler's and, with a tap, the HTTP process."""
     on_cpu = os.environ.get("SGLANG_PLATFORM") == PLATFORM_NAME
     if on_cpu:
         from draftloop.sglang.cpu.register import register_backend
 
         register_backend()
-    if hooks_belong_here(on_cpu):
-        _hook_scheduler(on_cpu, TapSettings.from_environment())
+    settings = TapSettings.from_environment()
+    child = multiprocessing.parent_process() is not None
+    if settings is not None and not child:
+        _install(front_hooks(), f"{TOKENIZER_MANAGER}.__init__")
+    if scheduler_hooks_belong_here(on_cpu, child):
+        _hook_scheduler(on_cpu, settings)
 
 
-def hooks_belong_here(on_cpu: bool) -> bool:
+def scheduler_hooks_belong_here(on_cpu: bool, child: bool) -> bool:
     """On a CPU the scheduler is forked from the server's first process and inherits its hooks (`cpu.fast_start`).
 
     On a GPU it is a fresh child process; the detokenizer, which is one too, must not load the models for hooks.
     """
-    child = multiprocessing.parent_process() is not None
     return not child if on_cpu else child and "sglang.srt.managers.scheduler" in sys.modules
 
 
 def _hook_scheduler(on_cpu: bool, settings: TapSettings | None) -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    from draftloop.sglang.exact_rows import exact_hooks
-    from draftloop.sglang.hooks import check, confirm_applied, tap_hooks
-    from draftloop.sglang.swap_hooks import swap_hooks
-
     hooks = swap_hooks() + exact_hooks()
     if on_cpu:
         from draftloop.sglang.cpu.register import cpu_hooks, supply_kernels
@@ -47,6 +47,13 @@ def _hook_scheduler(on_cpu: bool, settings: TapSettings | None) -> None:
         hooks += cpu_hooks()
     if settings is not None:
         hooks += tap_hooks(Tap(settings), settings.algorithm)
+    _install(hooks, f"{SCHEDULER}.init_model_worker")
+
+
+def _install(hooks: tuple[Hook, ...], confirmed_before: str) -> None:
+    """Check and register the hooks; look whether they were applied when SGLang calls `confirmed_before`."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
     try:
         check(hooks)
     except HookError as err:
@@ -60,7 +67,7 @@ def _hook_scheduler(on_cpu: bool, settings: TapSettings | None) -> None:
 
     for hook in hooks:
         HookRegistry.register(hook.target, hook.function, HookType[hook.kind])
-    HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.init_model_worker", confirm, HookType.BEFORE)
+    HookRegistry.register(confirmed_before, confirm, HookType.BEFORE)
 
 
 def _refuse(err: HookError) -> None:

@@ -11,7 +11,7 @@ import ray
 
 from draftloop.capture.collector import Collector, CollectorCounts
 from draftloop.capture.ring import RingOwner
-from draftloop.core.config import Config
+from draftloop.core.config import CapturePolicy, Config
 from draftloop.core.errors import HookError, ServerError
 from draftloop.core.manifest import Manifest
 from draftloop.core.records import CaptureRecord
@@ -88,18 +88,29 @@ class Worker:
         capture = self._config.capture
         name = f"draftloop-{uuid.uuid4().hex[:12]}"
         self._ring = RingOwner.create(name, capture.ring_mib * _MIB)
+        # Until the warm-up request is seen, everything is captured.
+        self._ring.control.publish(CapturePolicy().model_dump_json().encode())
         self._collector = Collector(name, capture.buffer_mib * _MIB)
-        return TapSettings(
-            ring=name, algorithm=algorithm, sample_rate=capture.sample_rate, skip_domains=(UNCAPTURED_DOMAIN,)
-        )
+        return TapSettings(ring=name, algorithm=algorithm, top_logits=capture.top_logits)
+
+    def set_capture(self, policy: CapturePolicy) -> None:
+        """Change what is captured; holds from the server's next step on, also for running requests that it opts out.
+
+        Raises ConfigError when the policy names too many tenants, ServerError when the server decodes plainly.
+        """
+        if self._ring is None:
+            raise ServerError("this server decodes plainly; it has no tap")
+        policy = policy.model_copy(update={"skip_domains": policy.skip_domains | {UNCAPTURED_DOMAIN}})
+        self._ring.control.publish(policy.model_dump_json().encode())
 
     def _confirm_tap(self) -> None:
         """SGLang sends itself a warm-up request; a hooked scheduler has captured it."""
-        if self._ring is None or self._collector is None or self._config.capture.sample_rate == 0:
+        if self._ring is None or self._collector is None:
             return
         if self._ring.counters().written == 0:
             raise HookError(f"the tap saw nothing of the server's warm-up request: see {self._log}")
         self._collector.take(1)
+        self.set_capture(self._config.capture.policy)
 
     def take(self, most: int) -> list[CaptureRecord]:
         """Up to `most` captured records, oldest first."""
