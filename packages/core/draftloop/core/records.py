@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+DEFAULT_LABEL = "default"
+
 
 @dataclass(frozen=True, slots=True)
 class VerifyStep:
@@ -41,6 +43,7 @@ class CaptureRecord:
 
     token_ids: [T] int32.  fused: [T, K*H] float.  last_hidden: [T, H] float (after the final norm).
     prompt_len: tokens of the whole prompt; positions >= prompt_len - 1 predict generated tokens.
+    domain, tenant: the request's labels: the kind of text, and whose it is.
     """
 
     request_id: str
@@ -51,6 +54,7 @@ class CaptureRecord:
     fused: NDArray[np.floating]
     last_hidden: NDArray[np.floating]
     verify_steps: tuple[VerifyStep, ...] = field(default=())
+    tenant: str = DEFAULT_LABEL
 
     def __post_init__(self) -> None:
         rows = len(self.token_ids)

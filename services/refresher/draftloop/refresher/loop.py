@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 import ray
 
-from draftloop.capture.buffer import Counts
 from draftloop.capture.collector import CollectorCounts
+from draftloop.capture.ledger import Counts
 from draftloop.core.config import Config
 from draftloop.core.errors import DraftloopError
 from draftloop.drafters.online import StepReport
@@ -38,7 +38,7 @@ class LoopState:
     train_steps: int = 0
     loss: float | None = None
     captured: CollectorCounts = field(default_factory=CollectorCounts)
-    buffer: Counts = field(default_factory=lambda: Counts(0, 0, 0, 0))
+    buffer: Counts = field(default_factory=Counts)
     swaps: int = 0
     refused: int = 0
 
