@@ -41,6 +41,10 @@ class JournalError(DraftloopError):
     """The journal is in use, damaged, or cannot be written."""
 
 
+class JournalInUseError(JournalError):
+    """Another process writes the journal."""
+
+
 @dataclass(slots=True)
 class Kept:
     """A record that can still be read. time: when it was received, seconds since the epoch."""
@@ -55,7 +59,7 @@ class Kept:
 class Journal:
     """Opens or makes the journal in `folder`; `take_kept` then gives what it holds. One thread, one process.
 
-    segment_bytes: see `Segments`.  Raises JournalError in one line when another process has it, or it is damaged.
+    segment_bytes: see `Segments`.  Raises JournalInUseError when another process has it, JournalError when damaged.
     """
 
     def __init__(self, folder: Path, segment_bytes: int) -> None:
@@ -249,7 +253,7 @@ def _locked(folder: Path) -> BinaryIO:
         file.seek(0)
         holder = file.read(20).decode(errors="replace")
         file.close()
-        raise JournalError(f"the journal {folder} is in use by process {holder}; stop that one first") from None
+        raise JournalInUseError(f"the journal {folder} is in use by process {holder}; stop that one first") from None
     file.truncate(0)
     file.write(str(os.getpid()).encode())
     file.flush()

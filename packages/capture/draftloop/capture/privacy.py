@@ -25,6 +25,7 @@ from draftloop.core.errors import ConfigError, DraftloopError
 from draftloop.core.records import CaptureRecord
 
 DELETIONS_FILE = "deletions.jsonl"
+TAINT_REASON = "it learnt from records that were deleted since"
 # A record may be so long on its way from the scheduler to the store.
 _IN_FLIGHT_S = 300.0
 

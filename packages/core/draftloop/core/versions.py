@@ -2,7 +2,7 @@
 
 One file, `versions.jsonl`, to which lines are only ever appended, under a lock and flushed to disk; the state is what
 one gets by reading it from the top. A writer killed in mid-line leaves a torn last line, which readers skip and the
-next writer cuts off.
+next writer cuts off. A parent that is not in the file belongs to another run.
 
     candidate ──► canary ──► promoted ◄──► rolled_back
         │           └──────────────────────────▲
@@ -117,8 +117,7 @@ class VersionRegistry:
     def add(self, checkpoint: Path, metrics: dict[str, float] | None = None) -> Version:
         """Enter the drafter in `checkpoint` as a candidate, as its manifest describes it. metrics: over the manifest's.
 
-        Raises VersionError when its name is taken or its parent unknown (the first version's parent need not be
-        known), ManifestError when the folder holds no drafter.
+        Raises VersionError when its name is taken, ManifestError when the folder holds no drafter.
         """
         manifest = Manifest.load(checkpoint)
         version = Version(
@@ -134,12 +133,14 @@ class VersionRegistry:
         with self._writing() as (file, known):
             if version.name in known:
                 raise VersionError(f"{self._path} has a version {version.name} already; a version is never replaced")
-            if known and version.parent not in known:
-                raise VersionError(f"version {version.name} comes from {version.parent}, which {self._path} lacks")
-            if version.parent is not None and known and (why := known[version.parent].tainted) is not None:
-                version.tainted = why
+            parent = None if version.parent is None else known.get(version.parent)
+            if parent is not None:
+                version.tainted = parent.tainted
             _append(file, _Added(version=version))
         return version
+
+    def knows(self, name: str) -> bool:
+        return name in self._read()
 
     def move(self, name: str, state: VersionState, reason: str) -> None:
         """Send a version to another state. Raises VersionError when it is unknown or cannot go there."""

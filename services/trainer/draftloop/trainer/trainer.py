@@ -17,10 +17,12 @@ import torch
 from draftloop.capture.buffer import ReplayBuffer
 from draftloop.capture.journal import JOURNAL_FOLDER, Journal, Kept
 from draftloop.capture.ledger import Counts
-from draftloop.capture.privacy import Deletions, Subjects, load_redactor
+from draftloop.capture.privacy import TAINT_REASON, Deletions, Subjects, load_redactor
+from draftloop.capture.transport import Delivery, RecordTransport, TransportError
 from draftloop.core.config import Config
 from draftloop.core.manifest import Lineage, Manifest
 from draftloop.core.records import CaptureRecord
+from draftloop.core.versions import VersionRegistry
 from draftloop.drafters.batch import collate
 from draftloop.drafters.checkpoint import load_any, save_drafter
 from draftloop.drafters.device import use_cuda
@@ -32,6 +34,7 @@ from draftloop.drafters.layouts import build
 from draftloop.drafters.metrics import GateScore, expected_accepted_length, prepare_holdout
 from draftloop.drafters.online import OnlineSettings, OnlineTrainer, StepReport
 from draftloop.drafters.target import FrozenTarget, load_target_weights
+from draftloop.trainer.ray_transport import make_transport
 
 _MIB = 1 << 20
 _HOUR_S = 3600.0
@@ -52,7 +55,8 @@ class Trainer:
     """Holds the replay buffer, the drafter in training and the one in service."""
 
     def __init__(self, target: Path, serving: Path, config: Config, store: Path | None = None) -> None:
-        """store: folder that keeps records and demands to delete them over restarts; None: in memory only."""
+        """store: the run's folder, which keeps records, demands to delete them, and the registry of versions over
+        restarts; None: in memory only."""
         self._config = config
         self._device = "cuda" if use_cuda(config.trainer.device) else "cpu"
         if self._device == "cpu":
@@ -65,12 +69,18 @@ class Trainer:
         drafter, _ = self._load(serving)
         self._trainer = OnlineTrainer(drafter, self._target, online_settings(config), config.seed)
         self._deletions = None if store is None else Deletions(store)
+        self._registry = None if store is None else VersionRegistry(store)
+        self._tainted: str | None = None
         self._buffer = open_buffer(config, store)
         self._subjects = Subjects()
         self._lineage = Lineage()
         self._used: set[int] = set()
+        self._transport: RecordTransport | None = None
         self._next_expiry = 0.0
-        self._obey_privacy(time.time())
+        if store is not None:
+            # What was demanded, or grew old, while nobody ran.
+            self._obey_privacy(time.time())
+        self._note_promoted(serving)
 
     def _load(self, folder: Path) -> tuple[Drafter, Manifest]:
         drafter, manifest = load_any(folder)
@@ -97,6 +107,21 @@ class Trainer:
             self._buffer.add(wanted, received, dropped + len(records) - len(wanted), source, sequence)
         return self._buffer.counts
 
+    def receive(self, delivery: Delivery) -> Counts:
+        """Fetch a delivery and take its records; the caller acknowledges it to the sender when this has returned.
+
+        One that cannot be fetched or arrives damaged is gone for good, and counted as dropped.
+        """
+        if self._buffer.has(delivery.source, delivery.sequence):
+            return self._buffer.counts
+        if self._transport is None:
+            self._transport = make_transport(self._config.transport)
+        try:
+            records, lost = self._transport.receive(delivery.reference), 0
+        except TransportError:
+            records, lost = [], delivery.records
+        return self.add_records(records, delivery.dropped + lost, delivery.source, delivery.sequence)
+
     def _admitted(self, records: Sequence[CaptureRecord], received: float) -> Iterator[CaptureRecord]:
         for record in records:
             if self._deletions is not None and self._deletions.cover(record, received):
@@ -108,8 +133,12 @@ class Trainer:
     def _obey_privacy(self, now: float) -> None:
         """Delete what users demanded since the last time, and what is older than the retention time."""
         deletions = self._deletions
-        if deletions is not None and deletions.refresh():
-            self._buffer.delete(lambda kept: deletions.cover(kept.record, kept.time))
+        if deletions is not None:
+            before = deletions.subjects
+            if deletions.refresh():
+                self._buffer.delete(lambda kept: deletions.cover(kept.record, kept.time))
+                if any(subject in self._subjects for subject in deletions.subjects - before):
+                    self._tainted = TAINT_REASON
         hours = self._config.privacy.retention_hours
         if hours is not None and now >= self._next_expiry:
             step = hours * _HOUR_S * _RETENTION_STEP
@@ -192,11 +221,26 @@ class Trainer:
             lineage=lineage,
             metrics=metrics,
         )
+        if self._registry is not None:
+            self._registry.add(folder)
+            if (why := self._tainted) is not None:
+                self._registry.taint(lambda name: name == version, why)
         return folder
 
     def promoted(self, folder: Path) -> None:
         """The checkpoint in `folder` serves now: later candidates are compared with it."""
         self._serving, self._manifest = self._load(folder)
+        self._note_promoted(folder)
+
+    def _note_promoted(self, folder: Path) -> None:
+        registry, name = self._registry, self._manifest.version
+        if registry is None:
+            return
+        if not registry.knows(name):
+            registry.add(folder)
+        serving = registry.serving()
+        if serving is None or serving.name != name:
+            registry.move(name, "promoted", "it serves")
 
     def close(self) -> None:
         """Let another process have the store."""
