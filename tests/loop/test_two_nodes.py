@@ -11,7 +11,8 @@ import ray
 from ray.cluster_utils import Cluster
 from records import make_record
 
-from draftloop.capture.transport import Delivery, Outbox, TransportError
+from draftloop.capture.ledger import Counts
+from draftloop.capture.transport import Delivery, Outbox, Receipt, TransportError
 from draftloop.core.records import CaptureRecord
 from draftloop.trainer.ray_transport import RayTransport
 
@@ -37,11 +38,8 @@ class Sender:
             RayTransport(), "worker", lambda most: [records.pop(0) for _ in records[:most]], lambda: 1
         )
 
-    def offer(self) -> Delivery | None:
-        return self._outbox.offer(4)
-
-    def acknowledge(self, sequence: int) -> None:
-        self._outbox.acknowledge(sequence)
+    def offer(self, receipt: Receipt | None) -> Delivery | None:
+        return self._outbox.offer(4, receipt)
 
     def node(self) -> str:
         node: str = ray.get_runtime_context().get_node_id()
@@ -68,14 +66,15 @@ def test_batches_travel_between_two_nodes(cluster: Cluster) -> None:
     receiver = ray.remote(Receiver).options(num_cpus=0, resources={"trainer": 1}).remote()
     theirs: list[CaptureRecord] = []
     deliveries = []
-    while (delivery := ray.get(sender.offer.remote())) is not None:
-        again = ray.get(sender.offer.remote())
+    receipt: Receipt | None = None
+    while (delivery := ray.get(sender.offer.remote(receipt))) is not None:
+        again = ray.get(sender.offer.remote(None))
         assert (again.source, again.sequence) == (delivery.source, delivery.sequence), "not acknowledged yet"
         records, node = ray.get(receiver.receive.remote(delivery))
         assert node != ray.get(sender.node.remote())
         theirs += records
         deliveries.append((delivery.sequence, delivery.records, delivery.dropped))
-        ray.get(sender.acknowledge.remote(delivery.sequence))
+        receipt = Receipt(delivery.source, delivery.sequence, Counts())
     assert deliveries == [(1, 4, 1), (2, 2, 0)]
     for one, other in zip(mine, theirs, strict=True):
         assert (one.request_id, one.tenant, len(one.verify_steps)) == (
@@ -90,6 +89,6 @@ def test_what_cannot_be_fetched_or_is_damaged_is_one_line(cluster: Cluster) -> N
     damaged: Any = [ray.put(np.zeros(1000, np.uint8))]
     assert "arrived damaged" in ray.get(receiver.refused.remote(Delivery("w", 1, damaged, 1, 0)))
     sender = ray.remote(Sender).options(num_cpus=0, resources={"worker": 1}).remote([make_record(1, tokens=20_000)])
-    delivery = ray.get(sender.offer.remote())
+    delivery = ray.get(sender.offer.remote(None))
     ray.kill(sender)
     assert "is gone" in ray.get(receiver.refused.remote(delivery))

@@ -14,11 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from records import make_record
+from shelf import Shelf
 
 from draftloop.capture.buffer import ReplayBuffer
 from draftloop.capture.journal import Journal
+from draftloop.capture.ledger import Counts
 from draftloop.capture.mooncake import MooncakeReference, MooncakeTransport
-from draftloop.capture.transport import Delivery, Outbox, TransportError, pack_batch, unpack_batch
+from draftloop.capture.transport import Delivery, Outbox, Receipt, TransportError, pack_batch, unpack_batch
 from draftloop.core.records import CaptureRecord
 
 
@@ -47,24 +49,6 @@ def test_every_flipped_byte_and_every_cut_is_noticed() -> None:
         payload[at] ^= 16
 
 
-class Shelf:
-    """The smallest transport: batches on a shelf of this process."""
-
-    def __init__(self) -> None:
-        self.payloads: dict[int, bytes] = {}
-
-    def send(self, records: Sequence[CaptureRecord]) -> int:
-        reference = len(self.payloads)
-        self.payloads[reference] = b"".join(pack_batch(records))
-        return reference
-
-    def receive(self, reference: int) -> list[CaptureRecord]:
-        return unpack_batch(self.payloads[reference])
-
-    def release(self, reference: int) -> None:
-        self.payloads[reference] = b""
-
-
 def test_each_record_arrives_once_whoever_fails_between(tmp_path: Path) -> None:
     """The receiver may die before the delivery, after the journal, or before its answer arrives."""
     rng = random.Random(5)
@@ -77,7 +61,9 @@ def test_each_record_arrives_once_whoever_fails_between(tmp_path: Path) -> None:
 
     outbox = Outbox(shelf, "worker", take, lambda: lost)
     buffer = open_buffer(tmp_path)
-    while (delivery := outbox.offer(rng.randint(1, 5))) is not None:
+    receipt: Receipt | None = None
+    while (delivery := outbox.offer(rng.randint(1, 5), receipt)) is not None:
+        receipt = None
         lost += rng.randint(0, 1) * bool(waiting)
         end = rng.choice(["before", "after", "unheard", "heard", "heard"])
         if end == "before":
@@ -88,8 +74,7 @@ def test_each_record_arrives_once_whoever_fails_between(tmp_path: Path) -> None:
         if end == "after":
             buffer.close()
             buffer = open_buffer(tmp_path)
-        if end == "heard":
-            outbox.acknowledge(delivery.sequence)
+        receipt = Receipt(delivery.source, delivery.sequence, buffer.counts) if end == "heard" else None
     counts = buffer.counts
     assert (counts.captured, counts.dropped, counts.balanced) == (60 + lost, lost, True)
     ids = [kept.record.request_id for kept in buffer.training] + [r.request_id for r in buffer.held_out(10**9)]
@@ -114,11 +99,9 @@ def test_an_idle_outbox_offers_nothing_and_an_old_answer_changes_nothing() -> No
     outbox = Outbox(Shelf(), "worker", lambda most: [waiting.pop()] if waiting else [], lambda: 0)
     first = outbox.offer(8)
     assert first is not None
-    outbox.acknowledge(first.sequence + 1)
-    outbox.acknowledge(first.sequence - 1)
-    assert outbox.offer(8) is first
-    outbox.acknowledge(first.sequence)
-    assert outbox.offer(8) is None
+    for source, sequence in ((first.source, 2), (first.source, 0), ("another", 1)):
+        assert outbox.offer(8, Receipt(source, sequence, Counts())) is first
+    assert outbox.offer(8, Receipt(first.source, 1, Counts())) is None
 
 
 # --- Mooncake

@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from shelf import Shelf
 from tiny_llama import HIDDEN, LAYER_IDS, VOCAB, TinyTarget, make_tiny_target, random_prompts
 
 from draftloop.capture.privacy import Deletions, Subjects, subject_hash
+from draftloop.capture.transport import Outbox
 from draftloop.core.config import Config
 from draftloop.core.errors import DraftloopError, ManifestError
 from draftloop.core.manifest import Manifest, check_fits
@@ -171,6 +173,27 @@ def test_a_trainer_goes_on_with_the_records_of_the_last_one(
     assert theirs is not None
     assert theirs.before == ours.before
     assert theirs.records == ours.records
+
+
+def test_a_delivery_is_taken_once_and_a_damaged_one_is_dropped(
+    target: TinyTarget, day0: Path, records: list[CaptureRecord]
+) -> None:
+    trainer, shelf = Trainer(target.folder, day0, CONFIG), Shelf()
+    trainer._transport = shelf
+    waiting = list(records[:8])
+    outbox = Outbox(shelf, "worker", lambda most: [waiting.pop(0) for _ in waiting[:most]], lambda: 2)
+    first = outbox.offer(5)
+    assert first is not None
+    receipt = trainer.receive(first)
+    assert trainer.receive(first) == receipt
+    assert (receipt.counts.captured, receipt.counts.dropped, receipt.counts.kept) == (7, 2, 5)
+    second = outbox.offer(5, receipt)
+    assert second is not None
+    shelf.payloads[second.reference] = shelf.payloads[second.reference][:-1]
+    receipt = trainer.receive(second)
+    assert (receipt.counts.captured, receipt.counts.dropped, receipt.counts.balanced) == (10, 5, True)
+    assert outbox.offer(5, receipt) is None
+    assert trainer.receive(None).counts == receipt.counts
 
 
 def test_one_trainer_a_store(target: TinyTarget, day0: Path, tmp_path: Path) -> None:

@@ -113,8 +113,8 @@ class Segments:
         except OSError:
             # Nothing may follow half a frame: the next record begins a segment.
             self.close()
-            newest = self._segments[max(self._segments)]
-            newest.nbytes = newest.path.stat().st_size
+            for segment in list(self._segments.values())[-1:]:
+                segment.nbytes = segment.path.stat().st_size
             raise
 
     def forget(self, ids: tuple[int, ...]) -> None:
@@ -142,6 +142,8 @@ class Segments:
         """The segment that is written; a new one when it is full, or was written by an earlier process."""
         number = max(self._segments, default=0)
         if self._open is None or self._segments[number].nbytes >= self._segment_bytes:
+            if self._open is not None:
+                sync(self._open)
             self.close()
             number += 1
             path = self._folder / f"{number:08d}{_SUFFIX}"

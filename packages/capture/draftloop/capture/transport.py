@@ -1,12 +1,12 @@
 """From worker to trainer: batches of records as one checksummed payload each, delivered exactly once.
 
-    worker   Outbox.offer ──► Delivery(source, sequence, reference) ──► trainer   receive, journal, answer
+    worker   Outbox.offer ──► Delivery(source, sequence, reference) ──► trainer   fetch, journal, then answer
                  ▲                                                                      │
-                 └──────────────── acknowledge(sequence) ◄──────────────────────────────┘
+                 └───────────────── Receipt(source, sequence) ◄─────────────────────────┘
 
-An outbox has one delivery under way and offers it again, with its number, until it is acknowledged; the journal passes
-over a number that it has. Records on their way survive a trainer that dies, and a worker that dies takes them along:
-the trainer cannot fetch them and counts them as dropped.
+An outbox has one delivery under way and offers it again, with its number, until it gets its receipt; the journal
+passes over a number that it has. So records on their way survive a trainer that dies; a worker that dies takes them
+along: the trainer cannot fetch them and counts them as dropped.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from draftloop.capture.ledger import Counts
 from draftloop.capture.record_file import pack_record, unpack_record
 from draftloop.capture.wire import DamagedMessageError, pack_frame, unpack_frame
 from draftloop.core.errors import DraftloopError
@@ -51,6 +52,18 @@ class Delivery:
     dropped: int
 
 
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """The delivery with this number is safe. counts: the trainer's books after it."""
+
+    source: str
+    sequence: int
+    counts: Counts
+
+    def answers(self, delivery: Delivery) -> bool:
+        return (self.source, self.sequence) == (delivery.source, delivery.sequence)
+
+
 class Outbox:
     """The sender's end. take: gives up to so many records; they are the outbox's then.  lost: how many captured
     records were lost in all."""
@@ -70,8 +83,14 @@ class Outbox:
         self._sequence = 0
         self._under_way: Delivery | None = None
 
-    def offer(self, most: int) -> Delivery | None:
-        """The delivery under way, else a new one of up to `most` records; None when there is nothing to tell."""
+    def offer(self, most: int, receipt: Receipt | None = None) -> Delivery | None:
+        """The delivery under way, else a new one of up to `most` records; None when there is nothing to tell.
+
+        receipt: the last one that came; of another source or an older delivery, it changes nothing.
+        """
+        if self._under_way is not None and receipt is not None and receipt.answers(self._under_way):
+            self._transport.release(self._under_way.reference)
+            self._under_way = None
         if self._under_way is None:
             records, lost = self._take(most), self._lost()
             if records or lost > self._lost_told:
@@ -82,12 +101,6 @@ class Outbox:
                 )
                 self._lost_told = lost
         return self._under_way
-
-    def acknowledge(self, sequence: int) -> None:
-        """The delivery with this number is safe."""
-        if self._under_way is not None and self._under_way.sequence == sequence:
-            self._transport.release(self._under_way.reference)
-            self._under_way = None
 
 
 def pack_batch(records: Sequence[CaptureRecord]) -> list[bytes | memoryview]:

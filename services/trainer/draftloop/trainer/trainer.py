@@ -18,7 +18,7 @@ from draftloop.capture.buffer import ReplayBuffer
 from draftloop.capture.journal import JOURNAL_FOLDER, Journal, Kept
 from draftloop.capture.ledger import Counts
 from draftloop.capture.privacy import TAINT_REASON, Deletions, Subjects, load_redactor
-from draftloop.capture.transport import Delivery, RecordTransport, TransportError
+from draftloop.capture.transport import Delivery, Receipt, RecordTransport, TransportError
 from draftloop.core.config import Config
 from draftloop.core.manifest import Lineage, Manifest
 from draftloop.core.records import CaptureRecord
@@ -107,20 +107,26 @@ class Trainer:
             self._buffer.add(wanted, received, dropped + len(records) - len(wanted), source, sequence)
         return self._buffer.counts
 
-    def receive(self, delivery: Delivery) -> Counts:
-        """Fetch a delivery and take its records; the caller acknowledges it to the sender when this has returned.
+    def receive(self, delivery: Delivery | None) -> Receipt:
+        """Fetch a delivery and take its records; the sender keeps it until it gets the receipt.
 
-        One that cannot be fetched or arrives damaged is gone for good, and counted as dropped.
+        One that cannot be fetched or arrives damaged is gone for good, and counted as dropped. Without a delivery,
+        the receipt only tells the counts.
         """
-        if self._buffer.has(delivery.source, delivery.sequence):
-            return self._buffer.counts
+        if delivery is None:
+            return Receipt("", 0, self.add_records([]))
+        if not self._buffer.has(delivery.source, delivery.sequence):
+            self._fetch(delivery)
+        return Receipt(delivery.source, delivery.sequence, self._buffer.counts)
+
+    def _fetch(self, delivery: Delivery) -> None:
         if self._transport is None:
             self._transport = make_transport(self._config.transport)
         try:
             records, lost = self._transport.receive(delivery.reference), 0
         except TransportError:
             records, lost = [], delivery.records
-        return self.add_records(records, delivery.dropped + lost, delivery.source, delivery.sequence)
+        self.add_records(records, delivery.dropped + lost, delivery.source, delivery.sequence)
 
     def _admitted(self, records: Sequence[CaptureRecord], received: float) -> Iterator[CaptureRecord]:
         for record in records:
