@@ -46,7 +46,7 @@ def main() -> None:
             buffer.add(delivery(of), now=float(of), dropped=1, source=SOURCE, sequence=of)
             sequence += 1
         elif step == "train":
-            buffer.mark_trained([kept for kept in buffer.training if kept.time == of])
+            buffer.mark_trained([kept for kept in buffer.entries if kept.time == of])
         else:
             buffer.delete(lambda kept, of=of: kept.time == of)
         say("ack", f"{step} {of}")

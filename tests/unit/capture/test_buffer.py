@@ -154,7 +154,7 @@ def test_old_records_expire_on_both_sides_and_deleted_ones_are_counted_apart() -
     buffer = ReplayBuffer(1 << 20, 1.0, 0.3, 0.5, seed=0)
     for i in range(100):
         buffer.add([make_record(i, "ab"[i % 2])], now=float(i))
-    buffer.mark_trained(buffer.training[:20])
+    buffer.mark_trained(buffer.entries[:20])
     assert buffer.expire(50.0) == 50
     counts = buffer.counts
     assert (counts.trained, counts.expired, counts.kept) == (20, 30, 50)
@@ -184,7 +184,7 @@ def test_a_buffer_goes_on_where_the_last_one_ended(tmp_path: Path) -> None:
     assert again.counts == buffer.counts
     assert again.counts.balanced
     assert again.counts.expired > 0
-    for mine, theirs in zip(buffer.training, again.training, strict=True):
+    for mine, theirs in zip(buffer.entries, again.entries, strict=True):
         assert (mine.id, mine.time, mine.trained, mine.held_out) == (
             theirs.id, theirs.time, theirs.trained, theirs.held_out,
         )  # fmt: skip

@@ -77,7 +77,7 @@ def test_each_record_arrives_once_whoever_fails_between(tmp_path: Path) -> None:
         receipt = Receipt(delivery.source, delivery.sequence, buffer.counts) if end == "heard" else None
     counts = buffer.counts
     assert (counts.captured, counts.dropped, counts.balanced) == (60 + lost, lost, True)
-    ids = [kept.record.request_id for kept in buffer.training] + [r.request_id for r in buffer.held_out(10**9)]
+    ids = [kept.record.request_id for kept in buffer.entries] + [r.request_id for r in buffer.held_out(10**9)]
     assert sorted(ids, key=int) == [str(i) for i in range(60)]
     assert lost > 3
     assert set(shelf.payloads.values()) == {b""}

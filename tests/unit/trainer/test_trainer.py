@@ -253,8 +253,8 @@ def test_deleted_records_are_gone_and_do_not_come_back(
     trainer.train_steps(3)
     folder = trainer.save_candidate(tmp_path / "v1", "v1", {})
     used = Subjects.load(folder)
-    assert {subject_hash("request", kept.record.request_id) in used for kept in trainer._buffer.training} == {True}
-    mine = trainer._buffer.training[0].record.request_id
+    assert {subject_hash("request", kept.record.request_id) in used for kept in trainer._buffer.entries} == {True}
+    mine = trainer._buffer.entries[0].record.request_id
     Deletions(tmp_path).demand("request", mine)
     counts = trainer.add_records(records[10:])
     assert (counts.deleted, counts.kept, counts.balanced) == (1, 23, True)

@@ -120,7 +120,7 @@ class ReplayBuffer:
         return self._training.nbytes + self._held_out.nbytes
 
     @property
-    def training(self) -> Sequence[Kept]:
+    def entries(self) -> Sequence[Kept]:
         """The training side, oldest first."""
         return self._training.records
 
