@@ -23,6 +23,7 @@ from draftloop.core.config import Config
 from draftloop.core.errors import DraftloopError, ManifestError
 from draftloop.core.manifest import Manifest, check_fits
 from draftloop.core.records import CaptureRecord
+from draftloop.core.versions import VersionRegistry
 from draftloop.drafters.checkpoint import verify_checkpoint
 from draftloop.drafters.target import target_identity
 from draftloop.drafters.vocab import ids_from_offsets
@@ -258,6 +259,8 @@ def test_deleted_records_are_gone_and_do_not_come_back(
     Deletions(tmp_path).demand("request", mine)
     counts = trainer.add_records(records[10:])
     assert (counts.deleted, counts.kept, counts.balanced) == (1, 23, True)
+    trainer.save_candidate(tmp_path / "v2", "v2", {})
+    assert [v.tainted is not None for v in VersionRegistry(tmp_path).all()] == [False, False, True]
     again = next(record for record in records if record.request_id == mine)
     assert trainer.add_records([again]).dropped == 1
     Deletions(tmp_path).demand("tenant", records[0].tenant)

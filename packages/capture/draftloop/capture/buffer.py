@@ -221,8 +221,8 @@ class ReplayBuffer:
         fresh = [kept for kept in records if not kept.trained]
         if fresh:
             self._commit(Trained(tuple(kept.id for kept in fresh)))
-        for kept in fresh:
-            kept.trained = True
+        for kept in records:
+            kept.trained = kept.used = True
 
     def held_out(self, max_tokens: int) -> list[CaptureRecord]:
         """The newest held-out records within `max_tokens`, the domains taking turns by tokens taken so far.

@@ -47,13 +47,17 @@ class JournalInUseError(JournalError):
 
 @dataclass(slots=True)
 class Kept:
-    """A record that can still be read. time: when it was received, seconds since the epoch."""
+    """A record that can still be read. time: when it was received, seconds since the epoch.
+
+    trained: used in a step, by this process or an earlier one.  used: by this process.
+    """
 
     id: int
     time: float
     record: CaptureRecord
     held_out: bool
     trained: bool = False
+    used: bool = False
 
 
 class Journal:

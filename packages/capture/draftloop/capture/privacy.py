@@ -56,7 +56,10 @@ def load_redactor(name: str | None, options: Mapping[str, Any]) -> Callable[[Cap
         raise ConfigError(f"privacy.redactor {name} cannot be called with a record and its options: {err}") from None
 
     def redact(record: CaptureRecord) -> CaptureRecord | None:
-        redacted = redactor(record, **options)
+        try:
+            redacted = redactor(record, **options)
+        except Exception as err:
+            raise PrivacyError(f"redactor {name} failed on a record: {type(err).__name__}: {err}") from err
         if redacted is not None and not isinstance(redacted, CaptureRecord):
             raise PrivacyError(f"redactor {name} returned a {type(redacted).__name__}, not a record or None")
         return redacted
@@ -110,29 +113,27 @@ class Deletions:
         except OSError as err:
             raise PrivacyError(f"cannot write {self._path}: {err.strerror}; nothing was deleted") from None
 
-    def refresh(self) -> bool:
-        """Read what was demanded since the last time; whether there is anything. A torn line is no demand."""
+    def refresh(self) -> frozenset[int]:
+        """Read what was demanded since the last time; returns its subjects' hashes. A torn line is no demand."""
         try:
             text = self._path.read_text(encoding="utf-8") if self._path.stat().st_size != self._bytes_read else ""
         except FileNotFoundError:
-            return False
+            return frozenset()
         if text:
             self._bytes_read = len(text.encode())
+        demanded: dict[int, float] = {}
         for line in text.splitlines():
             with contextlib.suppress(json.JSONDecodeError, TypeError, ValueError):
                 subject, until = json.loads(line)
-                self._until[int(subject)] = float(until)
-        return bool(text)
+                demanded[int(subject)] = float(until)
+        news = {subject for subject, until in demanded.items() if self._until.get(subject) != until}
+        self._until |= demanded
+        return frozenset(news)
 
     def cover(self, record: CaptureRecord, received: float) -> bool:
         """Whether a record, received at that time (seconds since the epoch), must be forgotten."""
         subjects = subject_hash("request", record.request_id), subject_hash("tenant", record.tenant)
         return any(received <= self._until.get(subject, float("-inf")) for subject in subjects)
-
-    @property
-    def subjects(self) -> frozenset[int]:
-        """Hashes of all that ever demanded it."""
-        return frozenset(self._until)
 
 
 class Subjects:

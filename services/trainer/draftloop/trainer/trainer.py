@@ -74,7 +74,6 @@ class Trainer:
         self._buffer = open_buffer(config, store)
         self._subjects = Subjects()
         self._lineage = Lineage()
-        self._used: set[int] = set()
         self._transport: RecordTransport | None = None
         self._next_expiry = 0.0
         if store is not None:
@@ -139,12 +138,10 @@ class Trainer:
     def _obey_privacy(self, now: float) -> None:
         """Delete what users demanded since the last time, and what is older than the retention time."""
         deletions = self._deletions
-        if deletions is not None:
-            before = deletions.subjects
-            if deletions.refresh():
-                self._buffer.delete(lambda kept: deletions.cover(kept.record, kept.time))
-                if any(subject in self._subjects for subject in deletions.subjects - before):
-                    self._tainted = TAINT_REASON
+        if deletions is not None and (demanded := deletions.refresh()):
+            self._buffer.delete(lambda kept: deletions.cover(kept.record, kept.time))
+            if any(subject in self._subjects for subject in demanded):
+                self._tainted = TAINT_REASON
         hours = self._config.privacy.retention_hours
         if hours is not None and now >= self._next_expiry:
             step = hours * _HOUR_S * _RETENTION_STEP
@@ -175,12 +172,11 @@ class Trainer:
         records = [one.record for one in kept]
         batch = collate(records, settings.max_length, self._device, self._trainer.generator)
         report = self._trainer.step(batch)
+        for one in kept:
+            if not one.used:
+                self._note_use(one)
         # A step that was skipped counts too: its records would come again and again otherwise.
         self._buffer.mark_trained(kept)
-        for one in kept:
-            if one.id not in self._used:
-                self._used.add(one.id)
-                self._note_use(one)
         return report
 
     def _note_use(self, kept: Kept) -> None:
