@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,9 +18,11 @@ from draftloop.core.records import CaptureRecord
 from draftloop.trainer.ray_transport import RayTransport
 
 RECORDS = 6
+# Ray's workers cannot import a test module: its classes travel whole.
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     cluster = Cluster()
     for name in ("head", "worker", "trainer"):
@@ -62,8 +65,8 @@ class Receiver:
 
 def test_batches_travel_between_two_nodes(cluster: Cluster) -> None:
     mine = [make_record(i, tokens=20_000, steps=2, tenant="acme") for i in range(RECORDS)]
-    sender = ray.remote(Sender).options(num_cpus=0, resources={"worker": 1}).remote(mine)
-    receiver = ray.remote(Receiver).options(num_cpus=0, resources={"trainer": 1}).remote()
+    sender = ray.remote(Sender).options(num_cpus=0, resources={"worker": 0.1}).remote(mine)
+    receiver = ray.remote(Receiver).options(num_cpus=0, resources={"trainer": 0.1}).remote()
     theirs: list[CaptureRecord] = []
     deliveries = []
     receipt: Receipt | None = None
@@ -85,10 +88,10 @@ def test_batches_travel_between_two_nodes(cluster: Cluster) -> None:
 
 
 def test_what_cannot_be_fetched_or_is_damaged_is_one_line(cluster: Cluster) -> None:
-    receiver = ray.remote(Receiver).options(num_cpus=0, resources={"trainer": 1}).remote()
+    receiver = ray.remote(Receiver).options(num_cpus=0, resources={"trainer": 0.1}).remote()
     damaged: Any = [ray.put(np.zeros(1000, np.uint8))]
     assert "arrived damaged" in ray.get(receiver.refused.remote(Delivery("w", 1, damaged, 1, 0)))
-    sender = ray.remote(Sender).options(num_cpus=0, resources={"worker": 1}).remote([make_record(1, tokens=20_000)])
+    sender = ray.remote(Sender).options(num_cpus=0, resources={"worker": 0.1}).remote([make_record(1, tokens=20_000)])
     delivery = ray.get(sender.offer.remote(None))
     ray.kill(sender)
     assert "is gone" in ray.get(receiver.refused.remote(delivery))
