@@ -29,6 +29,7 @@ from draftloop.core.config import load_config
 from draftloop.core.events import Event, read_events
 from draftloop.core.manifest import Manifest
 from draftloop.core.summary import Summary
+from draftloop.core.versions import VersionRegistry
 from draftloop.drafters.target import target_identity
 from draftloop.trainer.day0 import make_untrained
 
@@ -145,6 +146,12 @@ def test_the_whole_loop(setting: Setting, tmp_path: Path) -> None:
     newest = Manifest.load(out / "checkpoints" / summary.drafter.versions[-1])
     assert newest.parent == summary.drafter.versions[-2]
     assert newest.lineage.train_steps > 0
+    versions = VersionRegistry(out).all()
+    assert [version.name for version in versions] == summary.drafter.versions
+    assert {version.state for version in versions} == {"promoted"}
+    counts = read_counts(out / "journal")
+    assert counts.balanced
+    assert counts.trained > 0
     assert len(events_of(out, "swap")) == len(summary.swaps)
 
 

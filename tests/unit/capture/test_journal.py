@@ -67,10 +67,8 @@ def run_and_kill(folder: Path, seed: int, sequence: int, after: int) -> list[tup
 
 
 def note(fates: dict[str, set[int]], step: str, of: int) -> None:
-    if step == "train":
-        of_known = of in fates["deliver"] - fates["delete"]
-        fates["train"] |= {of} if of_known else set()
-    else:
+    """What is done to a delivery that is not there changes nothing."""
+    if step == "deliver" or of in fates["deliver"] - fates["delete"]:
         fates[step].add(of)
 
 
@@ -84,12 +82,12 @@ def check_recovered(folder: Path, fates: dict[str, set[int]], unsure: tuple[str,
     assert not has[1]
     assert counts.balanced
     assert len({k.record.request_id for k in kept}) == len(kept) == counts.kept
-    if unsure is not None and unsure[0] == "deliver" and any(k.time == unsure[1] for k in kept):
-        fates["deliver"].add(unsure[1])
-    if unsure is not None and unsure[0] == "delete" and not any(k.time == unsure[1] for k in kept):
-        fates["delete"].add(unsure[1])
-    if unsure is not None and unsure[0] == "train" and any(k.time == unsure[1] and k.trained for k in kept):
-        fates["train"].add(unsure[1])
+    if unsure is not None:
+        step, of = unsure
+        mine = [k for k in kept if k.time == of]
+        done = {"deliver": bool(mine), "delete": not mine, "train": any(k.trained for k in mine)}
+        if done[step]:
+            note(fates, step, of)
     delivered = fates["deliver"]
     expected = {r.request_id: r for s in delivered - fates["delete"] for r in journal_writer.delivery(s)}
     assert {k.record.request_id for k in kept} == expected.keys()
