@@ -24,10 +24,12 @@ import yaml
 from processes import marked, new_mark, shared_memory
 from tiny_llama import TinyTarget, make_tiny_target
 
+from draftloop.capture.journal import read_counts
 from draftloop.core.config import load_config
 from draftloop.core.events import Event, read_events
 from draftloop.core.manifest import Manifest
 from draftloop.core.summary import Summary
+from draftloop.core.versions import VersionRegistry
 from draftloop.drafters.target import target_identity
 from draftloop.trainer.day0 import make_untrained
 
@@ -146,6 +148,12 @@ def test_the_whole_loop(setting: Setting, tmp_path: Path, drafter: str) -> None:
     assert newest.parent == summary.drafter.versions[-2]
     assert newest.lineage.train_steps > 0
     assert newest.kind == drafter
+    versions = VersionRegistry(out).all()
+    assert [version.name for version in versions] == summary.drafter.versions
+    assert {version.state for version in versions} == {"promoted"}
+    counts = read_counts(out / "journal")
+    assert counts.balanced
+    assert counts.trained > 0
     assert len(events_of(out, "swap")) == len(summary.swaps)
 
 
@@ -180,7 +188,9 @@ def test_ctrl_c_while_refreshing(setting: Setting, tmp_path: Path) -> None:
     assert summary.resume is not None
     assert summary.resume.endswith("--resume")
     assert report_is_whole(out)
-    assert (out / "records.bin").stat().st_size > 1000
+    counts = read_counts(out / "journal")
+    assert counts.balanced
+    assert counts.kept > 0
     assert Manifest.load(out / "checkpoints" / "v0").version == "v0"
 
 
@@ -209,8 +219,9 @@ def test_a_server_that_dies_while_training(setting: Setting, tmp_path: Path) -> 
     assert_all_gone(mark, set())
     assert Summary.load(out).status == "failed"
     assert report_is_whole(out)
-    kept = (out / "records.bin").stat().st_size
-    assert kept > 1000
+    before = read_counts(out / "journal")
+    assert before.balanced
+    assert before.trained > 0
 
     with (tmp_path / "again").open("w") as file:
         again = subprocess.Popen(
@@ -223,7 +234,10 @@ def test_a_server_that_dies_while_training(setting: Setting, tmp_path: Path) -> 
         finally:
             end(again, mark)
     assert again.returncode == 130
-    assert (out / "records.bin").stat().st_size >= kept
+    after = read_counts(out / "journal")
+    assert after.balanced
+    assert after.captured > before.captured
+    assert after.trained > before.trained
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes], within_s: float, output: Path) -> None:

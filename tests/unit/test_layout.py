@@ -75,7 +75,23 @@ def test_drafters_and_attention_do_not_reach_sglang_through_our_plugin() -> None
 
 
 def test_no_pickle() -> None:
-    assert _offenders({"pickle", "cloudpickle", "dill", "joblib"}, SOURCES) == []
+    readers = {"pickle", "cloudpickle", "ray.cloudpickle", "dill", "joblib", "marshal", "shelve"}
+    assert _offenders(readers, SOURCES) == []
+
+
+def test_no_reader_that_would_unpickle() -> None:
+    """torch.load says weights_only=True where it is called; numpy.load never says allow_pickle=True."""
+    found = []
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                continue
+            called = ast.unparse(node.func)
+            options = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            unsafe = called in {"torch.load", "torch.jit.load"} and options.get("weights_only") != "True"
+            if unsafe or options.get("allow_pickle", "False") != "False":
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {called}")
+    assert found == []
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: "/".join(path.parts[-2:]))

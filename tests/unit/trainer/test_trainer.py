@@ -6,21 +6,25 @@ Records are what transformers computes for greedy answers, so the loss has somet
 from __future__ import annotations
 
 import math
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from shelf import Shelf
 from tiny_llama import HIDDEN, LAYER_IDS, VOCAB, TinyTarget, make_tiny_target, random_prompts
 
-from draftloop.capture.buffer import Counts
+from draftloop.capture.privacy import Deletions, Subjects, subject_hash
+from draftloop.capture.transport import Outbox
 from draftloop.core.config import Config
 from draftloop.core.errors import DraftloopError, ManifestError
 from draftloop.core.manifest import Manifest, check_fits
 from draftloop.core.records import CaptureRecord
+from draftloop.core.versions import VersionRegistry
 from draftloop.drafters.checkpoint import verify_checkpoint
-from draftloop.drafters.online import StepReport
 from draftloop.drafters.target import target_identity
 from draftloop.drafters.vocab import ids_from_offsets
 from draftloop.trainer.day0 import make_untrained
@@ -57,14 +61,6 @@ def day0(target: TinyTarget, tmp_path: Path) -> Path:
     folder = tmp_path / "v0"
     make_untrained(target.folder, CONFIG.drafter, PROMPTS, folder, "v0", seed=0)
     return folder
-
-
-def train_steps(trainer: Trainer, count: int) -> list[StepReport]:
-    """Exactly `count` steps: a slice so short ends after one."""
-    reports: list[StepReport] = []
-    while len(reports) < count:
-        reports += trainer.train(1e-6)
-    return reports
 
 
 def test_the_day0_drafter_is_the_seeds(target: TinyTarget, tmp_path: Path) -> None:
@@ -116,7 +112,7 @@ def test_records_in_candidate_out(target: TinyTarget, day0: Path, records: list[
     counts = trainer.add_records(records[:1])
     assert trainer.compare() is None
     counts = trainer.add_records(records[1:])
-    assert counts.captured == len(records) == counts.training + counts.held_out
+    assert counts.captured == len(records) == counts.pending + counts.held_out
     assert counts.held_out >= 3
 
     start = trainer.compare()
@@ -124,7 +120,7 @@ def test_records_in_candidate_out(target: TinyTarget, day0: Path, records: list[
     assert start.records == counts.held_out
     assert start.before == start.after, "the candidate begins as the serving drafter"
 
-    reports = train_steps(trainer, STEPS)
+    reports = trainer.train_steps(STEPS)
     assert [report.step for report in reports] == list(range(1, STEPS + 1))
     assert all(math.isfinite(report.loss) and not report.skipped for report in reports)
     mean = [sum(r.loss for r in part) / 20 for part in (reports[:20], reports[-20:])]
@@ -140,8 +136,9 @@ def test_records_in_candidate_out(target: TinyTarget, day0: Path, records: list[
     assert (manifest.version, manifest.parent) == ("v1", "v0")
     assert manifest.metrics == {"accept_length": comparison.after.accept_length}
     lineage = manifest.lineage
-    assert (lineage.records, lineage.train_steps) == (len(records), STEPS)
-    assert lineage.domains == {"chat": 12, "code": 12}
+    assert (lineage.records, lineage.train_steps) == (counts.pending, STEPS)
+    assert sum(lineage.domains.values()) == counts.pending
+    assert set(lineage.domains) == {"chat", "code"}
     assert lineage.tokens == sum(report.tokens for report in reports)
     assert lineage.first_record_time is not None
     assert lineage.last_record_time is not None
@@ -151,20 +148,26 @@ def test_records_in_candidate_out(target: TinyTarget, day0: Path, records: list[
     after = trainer.compare()
     assert after is not None
     assert after.before == comparison.after
-    train_steps(trainer, 1)
+    trainer.train_steps(1)
     second = Manifest.load(trainer.save_candidate(tmp_path / "v2", "v2", {}))
     assert second.parent == "v1"
 
 
-def test_a_run_that_was_cut_keeps_its_records(
+def test_a_trainer_goes_on_with_the_records_of_the_last_one(
     target: TinyTarget, day0: Path, records: list[CaptureRecord], tmp_path: Path
 ) -> None:
-    first = Trainer(target.folder, day0, CONFIG)
-    counts = first.add_records(records)
-    first.save_records(tmp_path / "records.bin")
-    again = Trainer(target.folder, day0, CONFIG)
-    assert again.load_records(tmp_path / "records.bin") == counts
-    assert len(train_steps(again, 2)) == 2
+    first = Trainer(target.folder, day0, CONFIG, tmp_path)
+    for sequence, record in enumerate(records, 1):
+        first.add_records([record], source="worker", sequence=sequence)
+    first.train_steps(2)
+    counts = first.add_records([], dropped=2)
+    assert counts.balanced
+    assert (counts.dropped, counts.captured) == (2, len(records) + 2)
+    assert 0 < counts.trained < counts.trained + counts.pending
+    first.close()
+    again = Trainer(target.folder, day0, CONFIG, tmp_path)
+    assert again.add_records([records[3]], source="worker", sequence=4) == counts, "that delivery came before"
+    assert len(again.train_steps(2)) == 2
     ours, theirs = first.compare(), again.compare()
     assert ours is not None
     assert theirs is not None
@@ -172,18 +175,100 @@ def test_a_run_that_was_cut_keeps_its_records(
     assert theirs.records == ours.records
 
 
-def test_damaged_records_are_one_clear_line(target: TinyTarget, day0: Path, records: list[CaptureRecord]) -> None:
-    trainer = Trainer(target.folder, day0, CONFIG)
-    trainer.add_records(records[:3])
-    path = day0.with_name("records.bin")
-    trainer.save_records(path)
-    path.write_bytes(path.read_bytes()[:-10])
-    fresh = Trainer(target.folder, day0, CONFIG)
-    with pytest.raises(DraftloopError) as caught:
-        fresh.load_records(path)
-    assert str(path) in str(caught.value)
-    assert "\n" not in str(caught.value)
-    assert fresh.add_records([]) == Counts(0, 0, 0, 0)
+def test_a_delivery_is_taken_once_and_a_damaged_one_is_dropped(
+    target: TinyTarget, day0: Path, records: list[CaptureRecord]
+) -> None:
+    trainer, shelf = Trainer(target.folder, day0, CONFIG), Shelf()
+    trainer._transport = shelf
+    waiting = list(records[:8])
+    outbox = Outbox(shelf, "worker", lambda most: [waiting.pop(0) for _ in waiting[:most]], lambda: 2)
+    first = outbox.offer(5)
+    assert first is not None
+    receipt = trainer.receive(first)
+    assert trainer.receive(first) == receipt
+    assert (receipt.counts.captured, receipt.counts.dropped, receipt.counts.kept) == (7, 2, 5)
+    second = outbox.offer(5, receipt)
+    assert second is not None
+    shelf.payloads[second.reference] = shelf.payloads[second.reference][:-1]
+    receipt = trainer.receive(second)
+    assert (receipt.counts.captured, receipt.counts.dropped, receipt.counts.balanced) == (10, 5, True)
+    assert outbox.offer(5, receipt) is None
+    assert trainer.receive(None).counts == receipt.counts
+
+
+def test_one_trainer_a_store(target: TinyTarget, day0: Path, tmp_path: Path) -> None:
+    first = Trainer(target.folder, day0, CONFIG, tmp_path)
+    with pytest.raises(DraftloopError, match="is in use by process"):
+        Trainer(target.folder, day0, CONFIG, tmp_path)
+    first.close()
+
+
+def drop_code(record: CaptureRecord) -> CaptureRecord | None:
+    """A redactor, found by name."""
+    return None if record.domain == "code" else record
+
+
+def private(**privacy: object) -> Config:
+    return Config.model_validate(CONFIG.model_dump() | {"privacy": privacy})
+
+
+def test_redaction_comes_before_storage(
+    target: TinyTarget, day0: Path, records: list[CaptureRecord], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "my_hooks", sys.modules[__name__])
+    trainer = Trainer(target.folder, day0, private(redactor="my_hooks:drop_code"), tmp_path)
+    counts = trainer.add_records(records)
+    assert (counts.dropped, counts.kept, counts.balanced) == (12, 12, True)
+    on_disk = b"".join(path.read_bytes() for path in (tmp_path / "journal").glob("*.segment"))
+    assert b"chat--0" in on_disk
+    assert b"code--" not in on_disk
+    trainer.close()
+
+
+def test_old_records_are_erased_from_memory_and_disk(
+    target: TinyTarget, day0: Path, records: list[CaptureRecord], tmp_path: Path
+) -> None:
+    trainer = Trainer(target.folder, day0, private(retention_hours=1.0), tmp_path)
+    now = time.time()
+    trainer.add_records(records[:6], now=now - 3000)
+    trainer.add_records(records[6:], now=now)
+    assert trainer.add_records([], now=now).expired == 0
+    counts = trainer.add_records([], now=now + 400)
+    assert (counts.expired, counts.kept, counts.balanced) == (0, 24, True), "they are expired in steps"
+    counts = trainer.add_records([], now=now + 600)
+    assert (counts.expired, counts.kept, counts.balanced) == (6, 18, True)
+    on_disk = b"".join(path.read_bytes() for path in (tmp_path / "journal").glob("*.segment"))
+    assert on_disk.count(b"request_id") == 18
+    trainer.close()
+    late = Trainer(target.folder, day0, private(retention_hours=1e-9), tmp_path)
+    assert late.add_records([]).kept == 0, "what grew old while nobody ran goes at the start"
+    late.close()
+
+
+def test_deleted_records_are_gone_and_do_not_come_back(
+    target: TinyTarget, day0: Path, records: list[CaptureRecord], tmp_path: Path
+) -> None:
+    trainer = Trainer(target.folder, day0, CONFIG, tmp_path)
+    trainer.add_records(records[:10])
+    trainer.train_steps(3)
+    folder = trainer.save_candidate(tmp_path / "v1", "v1", {})
+    used = Subjects.load(folder)
+    assert {subject_hash("request", kept.record.request_id) in used for kept in trainer._buffer.entries} == {True}
+    mine = trainer._buffer.entries[0].record.request_id
+    Deletions(tmp_path).demand("request", mine)
+    counts = trainer.add_records(records[10:])
+    assert (counts.deleted, counts.kept, counts.balanced) == (1, 23, True)
+    trainer.save_candidate(tmp_path / "v2", "v2", {})
+    assert [v.tainted is not None for v in VersionRegistry(tmp_path).all()] == [False, False, True]
+    again = next(record for record in records if record.request_id == mine)
+    assert trainer.add_records([again]).dropped == 1
+    Deletions(tmp_path).demand("tenant", records[0].tenant)
+    trainer.train(0.0)
+    counts = trainer.add_records([])
+    assert (counts.kept, counts.deleted, counts.balanced) == (0, 24, True)
+    on_disk = b"".join(path.read_bytes() for path in (tmp_path / "journal").glob("*.segment"))
+    assert b"request_id" not in on_disk
+    trainer.close()
 
 
 @pytest.mark.parametrize(

@@ -3,67 +3,72 @@
 The training side is a recency reservoir: when it is full a record chosen at random makes room, so that the chance to
 be still there falls exponentially with age. While domains hold more than their quota, they alone make room. The
 held-out side keeps its newest records, under the same quota.
+
+A batch is drawn from both kinds of training records, so that the drafter learns what is new and forgets little:
+
+    replay share of the tokens    records it was trained on before
+    the rest                      pending records; replayed ones when there are too few
+
+Every record is in the books (see `ledger`), which lie on disk when the buffer has a journal.
 """
 
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from draftloop.capture.record_file import read_records, write_records
+from draftloop.capture.journal import Journal, Kept, left
+from draftloop.capture.ledger import Arrived, Counts, Ledger, Left, Trained
 from draftloop.core.records import CaptureRecord
 
 # The newest training record is drawn this many times as often as the oldest.
 _RECENCY_RATIO = 8.0
 
 
-@dataclass(frozen=True)
-class Counts:
-    """Records: captured == training + held_out + expired, always."""
-
-    captured: int
-    training: int
-    held_out: int
-    expired: int
-
-
 class _Side:
     """Records in order of arrival, bounded in bytes, with a quota on what one domain may hold."""
 
     def __init__(self, max_bytes: int, domain_quota: float) -> None:
-        self.records: list[CaptureRecord] = []
+        self.records: list[Kept] = []
         self.nbytes = 0
         self.max_bytes = max_bytes
         self._domain_quota = domain_quota
         self._domain_bytes: Counter[str] = Counter()
 
-    def add(self, record: CaptureRecord, rng: np.random.Generator | None) -> int:
-        """Append `record`; returns how many records expired for it: the others who made room, or itself if too large.
+    def add(self, kept: Kept, rng: np.random.Generator | None) -> list[Kept]:
+        """Append `kept`, which fits alone; returns who made room for it.
 
         rng: picks who makes room; None: the oldest does.
         """
-        if record.nbytes > self.max_bytes:
-            return 1
-        self.records.append(record)
-        self._account(record, 1)
-        expired = 0
+        self.records.append(kept)
+        self._account(kept.record, 1)
+        gone: list[Kept] = []
         while self.nbytes > self.max_bytes:
             candidates = self._candidates()
             victim = candidates[0] if rng is None else candidates[int(rng.integers(len(candidates)))]
-            self._account(self.records.pop(victim), -1)
-            expired += 1
-        return expired
+            gone.append(self.records.pop(victim))
+            self._account(gone[-1].record, -1)
+        return gone
+
+    def remove(self, matches: Callable[[Kept], bool]) -> list[Kept]:
+        """Take out all that match."""
+        gone = [kept for kept in self.records if matches(kept)]
+        if gone:
+            ids = {kept.id for kept in gone}
+            self.records = [kept for kept in self.records if kept.id not in ids]
+            for kept in gone:
+                self._account(kept.record, -1)
+        return gone
 
     def _candidates(self) -> list[int]:
         """Who may make room: domains over their quota, else everyone; never the newcomer, which fits alone."""
         older = range(len(self.records) - 1)
         quota = self._domain_quota * self.max_bytes
-        over = [i for i in older if self._domain_bytes[self.records[i].domain] > quota]
+        over = [i for i in older if self._domain_bytes[self.records[i].record.domain] > quota]
         return over or list(older)
 
     def _account(self, record: CaptureRecord, sign: int) -> None:
@@ -81,66 +86,153 @@ class ReplayBuffer:
 
     max_bytes: both sides together; the held-out side has `holdout_fraction` of it.
     domain_quota: largest share of a side that one domain keeps when other domains need room.
+    replay_share: of a batch's tokens, for records that were trained on before.
+    journal: keeps records and books on disk, and gives back what an earlier buffer left there; a smaller buffer than
+    that keeps what fits, and the rest expires.  None: in memory only.
     """
 
-    def __init__(self, max_bytes: int, domain_quota: float, holdout_fraction: float, seed: int) -> None:
+    def __init__(
+        self,
+        max_bytes: int,
+        domain_quota: float,
+        holdout_fraction: float,
+        replay_share: float,
+        seed: int,
+        journal: Journal | None = None,
+    ) -> None:
         self._holdout_fraction = holdout_fraction
+        self._replay_share = replay_share
         held_out_bytes = int(max_bytes * holdout_fraction)
         self._training = _Side(max_bytes - held_out_bytes, domain_quota)
         self._held_out = _Side(held_out_bytes, domain_quota)
         self._rng = np.random.default_rng(seed)
-        self._captured = 0
-        self._expired = 0
+        self._journal = journal
+        self._ledger = Ledger() if journal is None else journal.ledger
+        if journal is not None:
+            self._keep(journal.take_kept())
 
     @property
     def counts(self) -> Counts:
-        return Counts(self._captured, len(self._training.records), len(self._held_out.records), self._expired)
+        return self._ledger.counts
 
     @property
     def nbytes(self) -> int:
         return self._training.nbytes + self._held_out.nbytes
 
+    @property
+    def entries(self) -> Sequence[Kept]:
+        """The training side, oldest first."""
+        return self._training.records
+
     def domain_bytes(self) -> dict[str, int]:
         """Bytes each domain holds on the training side."""
         return self._training.domain_bytes()
 
-    def add(self, record: CaptureRecord) -> None:
-        """Keep `record`; all records of one request go to the same side."""
-        self._add(record, is_held_out(record.request_id, self._holdout_fraction))
+    def has(self, source: str, sequence: int) -> bool:
+        """Whether this delivery came before."""
+        return self._ledger.has(source, sequence)
 
-    def _add(self, record: CaptureRecord, held_out: bool) -> None:
-        self._captured += 1
-        self._expired += self._held_out.add(record, None) if held_out else self._training.add(record, self._rng)
+    def add(
+        self,
+        records: Iterable[CaptureRecord],
+        now: float | None = None,
+        dropped: int = 0,
+        source: str = "",
+        sequence: int = 0,
+    ) -> None:
+        """Take a delivery; acknowledge it when this returns. A delivery that came before is passed over.
 
-    def sample(self, num_tokens: int) -> list[CaptureRecord]:
+        now: when it was received, seconds since the epoch.  dropped: records captured and lost on the way here.
+        source, sequence: who delivers, and its running number from 1 on; 0: not numbered.
+        All records of one request go to the same side; one that is larger than its side is dropped.
+        Raises JournalError when it cannot be kept; the delivery then counts as never having come.
+        """
+        if self.has(source, sequence):
+            return
+        received = time.time() if now is None else now
+        fitting: list[tuple[CaptureRecord, float, bool]] = []
+        for record in records:
+            held_out = is_held_out(record.request_id, self._holdout_fraction)
+            if record.nbytes <= self._side(held_out).max_bytes:
+                fitting.append((record, received, held_out))
+            else:
+                dropped += 1
+        if fitting or dropped or sequence:
+            self._keep(self._append(fitting, dropped, source, sequence))
+
+    def _append(
+        self, records: list[tuple[CaptureRecord, float, bool]], dropped: int, source: str, sequence: int
+    ) -> list[Kept]:
+        if self._journal is not None:
+            return self._journal.append(records, dropped, source, sequence)
+        first = self._ledger.next_id
+        self._ledger.apply(Arrived(first, tuple(held_out for *_, held_out in records), dropped, source, sequence))
+        return [Kept(first + i, when, record, held_out) for i, (record, when, held_out) in enumerate(records)]
+
+    def _keep(self, kept: list[Kept]) -> None:
+        gone: list[Kept] = []
+        for one in kept:
+            side = self._side(one.held_out)
+            if one.record.nbytes <= side.max_bytes:
+                gone += side.add(one, None if one.held_out else self._rng)
+            else:
+                gone.append(one)
+        if gone:
+            self._commit(left(gone, "expired"))
+
+    def _side(self, held_out: bool) -> _Side:
+        return self._held_out if held_out else self._training
+
+    def _commit(self, entry: Trained | Left) -> None:
+        if self._journal is None:
+            self._ledger.apply(entry)
+        else:
+            self._journal.commit(entry)
+
+    def sample(self, num_tokens: int) -> list[Kept]:
         """Training records, recent ones more often, no record twice, until `num_tokens` are reached or all are in.
 
         The last record may go beyond `num_tokens`. Empty when nothing was captured.
         """
-        records = self._training.records
-        count = len(records)
-        if count == 0:
-            return []
-        # Gumbel top-k: sorting log-weight + Gumbel noise draws without replacement, in proportion to the weights.
-        log_weights = np.linspace(-np.log(_RECENCY_RATIO), 0.0, count) if count > 1 else np.zeros(1)
-        order = np.argsort(-(log_weights + self._rng.gumbel(size=count)))
-        chosen: list[CaptureRecord] = []
+        replayed = self._by_luck([kept for kept in self._training.records if kept.trained])
+        pending = self._by_luck([kept for kept in self._training.records if not kept.trained])
+        chosen: list[Kept] = []
         tokens = 0
-        for index in order:
-            if tokens >= num_tokens:
-                break
-            chosen.append(records[int(index)])
-            tokens += chosen[-1].num_tokens
+        for queue, until in (
+            (replayed, self._replay_share * num_tokens),
+            (pending, num_tokens),
+            (replayed, num_tokens),
+        ):
+            while tokens < until and (kept := next(queue, None)) is not None:
+                chosen.append(kept)
+                tokens += kept.record.num_tokens
         return chosen
+
+    def _by_luck(self, records: list[Kept]) -> Iterator[Kept]:
+        """All of them in a random order, recent ones tending to the front."""
+        count = len(records)
+        # Gumbel top-k: sorting log-weight + Gumbel noise draws without replacement, in proportion to the weights.
+        log_weights = np.linspace(-np.log(_RECENCY_RATIO), 0.0, count) if count > 1 else np.zeros(count)
+        order = np.argsort(-(log_weights + self._rng.gumbel(size=count)))
+        return iter([records[int(index)] for index in order])
+
+    def mark_trained(self, records: Sequence[Kept]) -> None:
+        """These were used in an optimiser step. Raises JournalError when that cannot be kept."""
+        fresh = [kept for kept in records if not kept.trained]
+        if fresh:
+            self._commit(Trained(tuple(kept.id for kept in fresh)))
+        for kept in records:
+            kept.trained = kept.used = True
 
     def held_out(self, max_tokens: int) -> list[CaptureRecord]:
         """The newest held-out records within `max_tokens`, the domains taking turns by tokens taken so far.
 
         At least one record when there is any.
         """
+        newest = [kept.record for kept in reversed(self._held_out.records)]
         queues: dict[str, Iterator[CaptureRecord]] = {}
-        for domain in sorted({record.domain for record in self._held_out.records}):
-            queues[domain] = iter([r for r in reversed(self._held_out.records) if r.domain == domain])
+        for domain in sorted({record.domain for record in newest}):
+            queues[domain] = iter([record for record in newest if record.domain == domain])
         taken = dict.fromkeys(queues, 0)
         chosen: list[CaptureRecord] = []
         while queues:
@@ -155,22 +247,32 @@ class ReplayBuffer:
                 del queues[domain]
         return chosen
 
-    def save(self, path: Path) -> None:
-        """Write all records and counts to `path`, atomically."""
-        records = [(record, False) for record in self._training.records]
-        records += [(record, True) for record in self._held_out.records]
-        write_records(path, records, {"captured": self._captured, "expired": self._expired})
+    def expire(self, before: float) -> int:
+        """Give up every record received before `before`, here and on disk; returns how many."""
+        gone = self._remove(lambda kept: kept.time < before)
+        if gone:
+            self._commit(left(gone, "expired"))
+        if self._journal is not None:
+            self._journal.erase_dead(before)
+        return len(gone)
 
-    def load(self, path: Path) -> None:
-        """Take over what `save` wrote; a held-out record stays held out. Raises RecordFileError in one line.
+    def delete(self, matches: Callable[[Kept], bool]) -> int:
+        """Remove what matches, here and on disk; returns how many records were still kept."""
+        gone = self._remove(matches)
+        if gone:
+            self._commit(left(gone, "deleted"))
+        if self._journal is not None:
+            # A record that had left for another reason may lie there still.
+            self._journal.erase_dead()
+        return len(gone)
 
-        A smaller buffer than the saved one keeps what fits, and counts the rest as expired.
-        """
-        records, counts = read_records(path)
-        for record, held_out in records:
-            self._add(record, held_out)
-        self._captured += counts["captured"] - len(records)
-        self._expired += counts["expired"]
+    def _remove(self, matches: Callable[[Kept], bool]) -> list[Kept]:
+        return self._training.remove(matches) + self._held_out.remove(matches)
+
+    def close(self) -> None:
+        """Let another process have the journal."""
+        if self._journal is not None:
+            self._journal.close()
 
 
 def is_held_out(request_id: str, fraction: float) -> bool:

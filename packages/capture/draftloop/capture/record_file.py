@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -29,18 +30,24 @@ class RecordFileError(DraftloopError):
     """A file of records is missing, truncated, damaged, or something else."""
 
 
-def write_records(path: Path, records: Sequence[tuple[CaptureRecord, bool]], counts: Mapping[str, int]) -> None:
-    """Write (record, held out) pairs and `counts`; `path` is replaced only when all is on disk.
+@dataclass(frozen=True, slots=True)
+class TimedRecord:
+    """A record, when it was received (seconds since the epoch), and whether it is held out for the gate."""
 
-    Raises RecordFileError when it cannot be written.
-    """
+    record: CaptureRecord
+    time: float
+    held_out: bool
+
+
+def write_records(path: Path, records: Sequence[TimedRecord]) -> None:
+    """Write `records`; `path` is replaced only when all is on disk. Raises RecordFileError when it cannot be."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as file:
             file.write(_MAGIC)
-            for record, held_out in records:
-                _write_frame(file, _record_parts(record, held_out))
-            _write_frame(file, pack_frame("end", {"records": len(records), "counts": dict(counts)}, ()))
+            for kept in records:
+                write_frame(file, pack_record(kept.record, time=kept.time, held_out=kept.held_out))
+            write_frame(file, pack_frame("end", {"records": len(records)}, ()))
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
@@ -49,20 +56,21 @@ def write_records(path: Path, records: Sequence[tuple[CaptureRecord, bool]], cou
         raise RecordFileError(f"cannot write records to {path}: {err.strerror}") from None
 
 
-def read_records(path: Path) -> tuple[list[tuple[CaptureRecord, bool]], dict[str, int]]:
+def read_records(path: Path) -> list[TimedRecord]:
     """What `write_records` wrote. Raises RecordFileError in one line."""
-    records: list[tuple[CaptureRecord, bool]] = []
+    records: list[TimedRecord] = []
     try:
         with path.open("rb") as file:
             if file.read(len(_MAGIC)) != _MAGIC:
                 raise RecordFileError(f"{path} is not a file of draftloop records")
             while True:
-                kind, fields, arrays = unpack_frame(_read_frame(file))
+                kind, fields, arrays = unpack_frame(read_frame(file))
                 if kind == "end":
                     break
-                records.append(_record(fields, arrays))
+                time, held_out = fields.pop("time"), fields.pop("held_out")
+                records.append(TimedRecord(unpack_record(fields, arrays), time, held_out))
         if fields["records"] == len(records):
-            return records, fields["counts"]
+            return records
         raise DamagedMessageError(f"{len(records)} of {fields['records']} records")
     except OSError as err:
         raise RecordFileError(f"cannot read records from {path}: {err.strerror}") from None
@@ -72,12 +80,16 @@ def read_records(path: Path) -> tuple[list[tuple[CaptureRecord, bool]], dict[str
         ) from None
 
 
-def _write_frame(file: BinaryIO, parts: Sequence[bytes | memoryview]) -> None:
-    file.write(_LENGTH.pack(sum(map(len, parts))))
+def write_frame(file: BinaryIO, parts: Sequence[bytes | memoryview]) -> int:
+    """Append a frame behind its length; returns the bytes written."""
+    length = sum(map(len, parts))
+    file.write(_LENGTH.pack(length))
     file.writelines(parts)
+    return _LENGTH.size + length
 
 
-def _read_frame(file: BinaryIO) -> bytes:
+def read_frame(file: BinaryIO) -> bytes:
+    """The next frame. Raises DamagedMessageError when the file ends before it does."""
     head = file.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         raise DamagedMessageError("it ends early")
@@ -88,7 +100,8 @@ def _read_frame(file: BinaryIO) -> bytes:
     return file.read(length)
 
 
-def _record_parts(record: CaptureRecord, held_out: bool) -> list[bytes | memoryview]:
+def pack_record(record: CaptureRecord, **more: Any) -> list[bytes | memoryview]:
+    """The frame of a record, in parts. more: plain values that travel with it."""
     arrays: list[NDArray[Any]] = [record.token_ids, record.fused, record.last_hidden]
     steps: list[dict[str, Any]] = []
     for step in record.verify_steps:
@@ -101,20 +114,17 @@ def _record_parts(record: CaptureRecord, held_out: bool) -> list[bytes | memoryv
         "tenant": record.tenant,
         "start": record.start,
         "prompt_len": record.prompt_len,
-        "held_out": held_out,
         "verify_steps": steps,
     }
-    return pack_frame("record", fields, arrays)
+    return pack_frame("record", fields | more, arrays)
 
 
-def _record(fields: dict[str, Any], arrays: list[NDArray[Any]]) -> tuple[CaptureRecord, bool]:
-    held_out = fields.pop("held_out")
+def unpack_record(fields: dict[str, Any], arrays: list[NDArray[Any]]) -> CaptureRecord:
+    """The record of an unpacked frame, `more` taken out of its fields. Raises as CaptureRecord does."""
     steps = fields.pop("verify_steps")
     first, width = 3, VERIFY_ARRAY_COUNT
     verify_steps = tuple(
         join_verify(step, arrays[first + width * i : first + width * (i + 1)]) for i, step in enumerate(steps)
     )
     token_ids, fused, last_hidden = (array.copy() for array in arrays[:3])
-    return CaptureRecord(
-        **fields, token_ids=token_ids, fused=fused, last_hidden=last_hidden, verify_steps=verify_steps
-    ), held_out
+    return CaptureRecord(**fields, token_ids=token_ids, fused=fused, last_hidden=last_hidden, verify_steps=verify_steps)

@@ -75,11 +75,29 @@ class CaptureConfig(CapturePolicy):
     buffer_mib: int = Field(1024, ge=1)
     holdout_fraction: float = Field(0.1, gt=0.0, lt=0.5, description="records kept for the gate, never trained on")
     domain_quota: float = Field(0.7, gt=0.0, le=1.0, description="largest share of the buffer one domain may hold")
+    replay_share: float = Field(0.5, ge=0.0, le=1.0, description="of a batch: records it was trained on before")
 
     @property
     def policy(self) -> CapturePolicy:
         """The policy alone."""
         return CapturePolicy(**self.model_dump(include=set(CapturePolicy.model_fields)))
+
+
+class PrivacyConfig(_Section):
+    """What is done to a record before it is stored, and when it must go. Which tenants are captured: see capture."""
+
+    redactor: str | None = Field(None, description="'module:function', called with each record before it is stored")
+    redactor_options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the redactor")
+    retention_hours: float | None = Field(None, gt=0.0, description="records are erased when older; None = no limit")
+
+
+class TransportConfig(_Section):
+    """How records get from the workers to the trainer."""
+
+    kind: Literal["ray", "mooncake"] = "ray"
+    host: str = Field("127.0.0.1", description="Mooncake: the address that other machines reach this one by")
+    protocol: Literal["tcp", "rdma"] = Field("tcp", description="Mooncake")
+    device: str = Field("", description="Mooncake: RDMA devices, comma-separated; '' = all")
 
 
 class TrainerConfig(_Section):
@@ -134,6 +152,8 @@ class Config(_Section):
     drafter: DrafterConfig = Field(default_factory=DrafterConfig)
     server: ServerConfig = Field(default_factory=ServerConfig)
     capture: CaptureConfig = Field(default_factory=CaptureConfig)
+    privacy: PrivacyConfig = Field(default_factory=PrivacyConfig)
+    transport: TransportConfig = Field(default_factory=TransportConfig)
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     gate: GateConfig = Field(default_factory=GateConfig)
     traffic: TrafficConfig = Field(default_factory=TrafficConfig)

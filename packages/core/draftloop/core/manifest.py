@@ -86,6 +86,13 @@ class Manifest(BaseModel):
     metrics: dict[str, float] = Field(default_factory=dict)
     created: float
 
+    @property
+    def weights_sha256(self) -> str:
+        """One hash over the names and checksums of all tensors."""
+        return sha256_bytes(
+            "\n".join(f"{name} {entry.sha256}" for name, entry in sorted(self.tensors.items())).encode()
+        )
+
     def save(self, folder: Path) -> None:
         (folder / MANIFEST_FILE).write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import ray
 
+from draftloop.capture.privacy import load_redactor
 from draftloop.cli.actors import LocalRay, plain_error
 from draftloop.cli.live import LiveView
 from draftloop.cli.measure import (
@@ -90,7 +91,7 @@ def run_demo(config: Config, folder: RunFolder, resume: bool) -> Path:
     try:
         with LiveView(config.demo.minutes, prepared.target.name) as view, LocalRay() as cluster:
             run.view = view
-            run.execute(prepared, cluster, resume)
+            run.execute(prepared, cluster)
         status = "finished"
     except KeyboardInterrupt:
         status = "interrupted"
@@ -101,7 +102,7 @@ def run_demo(config: Config, folder: RunFolder, resume: bool) -> Path:
             run.emit("error", t_s=run.now(), message=repr(error))
             raise
         run.emit("error", t_s=run.now(), message=str(plain))
-        if folder.records.exists():
+        if folder.journal.exists():
             raise DraftloopError(f"{plain}; nothing is lost, go on with: {resume_command(folder)}") from error
         raise plain from error
     finally:
@@ -159,20 +160,19 @@ class DemoRun:
             drafter = self.folder.checkpoints / "v0"
             streams = (tokenize(prompt.messages) for prompt in traffic)
             make_untrained(target, config.drafter, streams, drafter, "v0", config.seed)
-        # Both would be found later, but after Ray's start.
+        # All would be found later, but after Ray's start.
+        load_redactor(config.privacy.redactor, config.privacy.redactor_options)
         version = verify_checkpoint(drafter, target_identity(target), Manifest.load(drafter).layer_ids).version
         free_port(config.server.host, config.server.port)
         self._started = time.monotonic()
         self.emit("run_started", t_s=0.0, target=target.name, drafter=version, heldout=len(held_out))
         return Prepared(target, drafter, version, traffic, heldout)
 
-    def execute(self, prepared: Prepared, cluster: LocalRay, resume: bool) -> None:
+    def execute(self, prepared: Prepared, cluster: LocalRay) -> None:
         self.results.versions = [prepared.version]
         worker, url = self._serve(cluster, prepared, "speculative", prepared.drafter)
         start_s = self.now()
-        trainer = cluster.start(TrainerActor, prepared.target, prepared.drafter, self.config)
-        if resume and self.folder.records.exists():
-            ray.get(trainer.load_records.remote(self.folder.records))
+        trainer = cluster.start(TrainerActor, prepared.target, prepared.drafter, self.config, self.folder.root)
         began = self.now()
         self._measure("day0", url, prepared.heldout)
         measure_s = self.now() - began
@@ -183,11 +183,7 @@ class DemoRun:
         # step, or a cheaper step), a plain server's start, and the report.
         reserve = 1.4 * measure_s + start_s + REPORT_S
         until = max(self.config.demo.minutes * 60 - reserve, self.now() + SHORTEST_REFRESH_S)
-        try:
-            self._refresh(cluster, prepared, worker, trainer, url, until)
-        except BaseException:
-            self._keep(trainer)
-            raise
+        self._refresh(cluster, prepared, worker, trainer, url, until)
         self._measure("final", url, prepared.heldout)
         cluster.end(trainer, None)
         cluster.end(worker, "stop")
@@ -258,13 +254,6 @@ class DemoRun:
         self.results.records_dropped = state.captured.records_dropped
         self.results.train_steps = state.train_steps
         self.emit("progress", **meter.reading(self.now(), self._phase, traffic, state))
-
-    def _keep(self, trainer: Any) -> None:
-        """Save the records of a run that is being cut; its checkpoints are on disk already."""
-        try:
-            ray.get(trainer.save_records.remote(self.folder.records), timeout=30.0)
-        except (DraftloopError, ray.exceptions.RayError) as error:
-            self.emit("error", t_s=self.now(), message=f"records not kept: {error}")
 
     def _plain(self, cluster: LocalRay, prepared: Prepared) -> None:
         worker, url = self._serve(cluster, prepared, "plain", None)

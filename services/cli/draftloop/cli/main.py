@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from draftloop.cli.data_commands import add_data_commands
 from draftloop.cli.run_folder import open_run_folder
 from draftloop.core.config import Config, dump_config, load_config, save_config
 from draftloop.core.errors import USER_ERROR_EXIT_CODE, DraftloopError
@@ -16,6 +17,7 @@ from draftloop.core.errors import USER_ERROR_EXIT_CODE, DraftloopError
 INTERRUPTED_EXIT_CODE = 130
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+add_data_commands(app)
 
 
 class DrafterChoice(StrEnum):

@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from draftloop.capture.journal import JOURNAL_FOLDER
 from draftloop.core.errors import DraftloopError
 from draftloop.core.summary import SUMMARY_FILE
 
@@ -16,7 +17,7 @@ NEEDED_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class RunFolder:
-    """events.jsonl, config.yaml, summary.json, report.html, checkpoints/vN, records.bin, the servers' logs."""
+    """events.jsonl, config.yaml, summary.json, report.html, checkpoints/vN, journal, the servers' logs."""
 
     root: Path
 
@@ -33,8 +34,8 @@ class RunFolder:
         return self.root / "checkpoints"
 
     @property
-    def records(self) -> Path:
-        return self.root / "records.bin"
+    def journal(self) -> Path:
+        return self.root / JOURNAL_FOLDER
 
     def log(self, server: str) -> Path:
         return self.root / f"server-{server}.log"

@@ -11,6 +11,7 @@ import ray
 
 from draftloop.capture.collector import Collector, CollectorCounts
 from draftloop.capture.ring import RingOwner
+from draftloop.capture.transport import Delivery, Outbox, Receipt
 from draftloop.core.config import CapturePolicy, Config
 from draftloop.core.errors import HookError, ServerError
 from draftloop.core.manifest import Manifest
@@ -29,6 +30,7 @@ from draftloop.sglang.server import (
 )
 from draftloop.sglang.swap import ServingSlot, SwapReport, free_of_killed_swap, swap
 from draftloop.sglang.tap import TapSettings
+from draftloop.trainer.ray_transport import make_transport
 
 # Our own measurements and probes travel under this domain; they are never captured.
 UNCAPTURED_DOMAIN = "heldout"
@@ -56,6 +58,7 @@ class Worker:
         self._client: ServerClient | None = None
         self._ring: RingOwner | None = None
         self._collector: Collector | None = None
+        self._outbox: Outbox | None = None
         self._serving: Manifest | None = None
 
     def start(self, drafter: Path | None) -> str:
@@ -115,6 +118,17 @@ class Worker:
     def take(self, most: int) -> list[CaptureRecord]:
         """Up to `most` captured records, oldest first."""
         return [] if self._collector is None else self._collector.take(most)
+
+    def offer(self, most: int, receipt: Receipt | None) -> Delivery | None:
+        """Up to `most` captured records for the trainer; the same ones again until their receipt comes."""
+        if self._collector is None:
+            return None
+        if self._outbox is None:
+            self._outbox = Outbox(make_transport(self._config.transport), "worker", self.take, self._lost)
+        return self._outbox.offer(most, receipt)
+
+    def _lost(self) -> int:
+        return 0 if self._collector is None else self._collector.counts().records_dropped
 
     def counts(self) -> CollectorCounts:
         """Raises ServerError when the server has died."""

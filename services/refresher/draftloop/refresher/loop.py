@@ -10,8 +10,9 @@ from typing import Any, Protocol
 
 import ray
 
-from draftloop.capture.buffer import Counts
 from draftloop.capture.collector import CollectorCounts
+from draftloop.capture.ledger import Counts
+from draftloop.capture.transport import Receipt
 from draftloop.core.config import Config
 from draftloop.core.errors import DraftloopError
 from draftloop.drafters.online import StepReport
@@ -38,7 +39,7 @@ class LoopState:
     train_steps: int = 0
     loss: float | None = None
     captured: CollectorCounts = field(default_factory=CollectorCounts)
-    buffer: Counts = field(default_factory=lambda: Counts(0, 0, 0, 0))
+    buffer: Counts = field(default_factory=Counts)
     swaps: int = 0
     refused: int = 0
 
@@ -73,17 +74,19 @@ class Refresher:
         self._next_version = int(serving.removeprefix("v")) + 1
         self._step_at_last_gate = 0
         self._queued: Any = None
+        self._receipt: Receipt | None = None
         self.state = LoopState(versions=[serving])
 
     def turn(self) -> None:
         """Move records, train for a slice, try the gate when it is time. Raises ServerError when the server died."""
-        records = self._worker.take.remote(RECORDS_A_TURN)
-        # The records go from worker to trainer through the object store; this process never holds them.
-        counts = self._trainer.add_records.remote(records)
+        # The records go from worker to trainer through the transport; this process never holds them.
+        delivery = self._worker.offer.remote(RECORDS_A_TURN, self._receipt)
+        receipt = self._trainer.receive.remote(delivery)
         # One slice is always queued behind the running one, so that the trainer never waits for this loop.
         running, self._queued = self._queued, self._trainer.train.remote(TRAIN_SLICE_S)
         self.state.captured = ray.get(self._worker.counts.remote())
-        self.state.buffer = ray.get(counts)
+        self._receipt = ray.get(receipt)
+        self.state.buffer = self._receipt.counts
         if running is not None:
             self._note_steps(ray.get(running))
         if time.monotonic() >= self._next_gate:

@@ -1,20 +1,28 @@
-"""The trainer: records in, candidates out. A Ray actor around `draftloop.drafters.online`."""
+"""The trainer: records in, candidates out. A Ray actor around `draftloop.drafters.online`.
+
+A delivery is redacted, written to the journal, and only then acknowledged; a step marks the records it used. So a
+trainer that was killed goes on with the records, and the books, that it had.
+"""
 
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import ray
 import torch
 
-from draftloop.capture.buffer import Counts, ReplayBuffer
+from draftloop.capture.buffer import ReplayBuffer
+from draftloop.capture.journal import JOURNAL_FOLDER, Journal, Kept
+from draftloop.capture.ledger import Counts
+from draftloop.capture.privacy import TAINT_REASON, Deletions, Subjects, load_redactor
+from draftloop.capture.transport import Delivery, Receipt, RecordTransport, TransportError
 from draftloop.core.config import Config
 from draftloop.core.manifest import Lineage, Manifest
 from draftloop.core.records import CaptureRecord
+from draftloop.core.versions import VersionRegistry
 from draftloop.drafters.batch import collate
 from draftloop.drafters.checkpoint import load_any, save_drafter
 from draftloop.drafters.device import use_cuda
@@ -26,8 +34,12 @@ from draftloop.drafters.layouts import build
 from draftloop.drafters.metrics import GateScore, expected_accepted_length, prepare_holdout
 from draftloop.drafters.online import OnlineSettings, OnlineTrainer, StepReport
 from draftloop.drafters.target import FrozenTarget, load_target_weights
+from draftloop.trainer.ray_transport import make_transport
 
 _MIB = 1 << 20
+_HOUR_S = 3600.0
+# Old records go in steps of this share of the retention time, a little early, so that none stays too long.
+_RETENTION_STEP = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,52 +54,138 @@ class Comparison:
 class Trainer:
     """Holds the replay buffer, the drafter in training and the one in service."""
 
-    def __init__(self, target: Path, serving: Path, config: Config) -> None:
+    def __init__(self, target: Path, serving: Path, config: Config, store: Path | None = None) -> None:
+        """store: the run's folder, which keeps records, demands to delete them, and the registry of versions over
+        restarts; None: in memory only."""
         self._config = config
         self._device = "cuda" if use_cuda(config.trainer.device) else "cpu"
         if self._device == "cpu":
             torch.set_num_threads(config.trainer.threads)
+        self._redact = load_redactor(config.privacy.redactor, config.privacy.redactor_options)
         weights = load_target_weights(target)
         self._serving, self._manifest = self._load(serving)
         self._target = FrozenTarget.of(weights.embedding, weights.lm_head, self._serving.draft_ids().cpu())
         self._target = self._target.to(self._device)
         drafter, _ = self._load(serving)
         self._trainer = OnlineTrainer(drafter, self._target, online_settings(config), config.seed)
-        capture = config.capture
-        self._buffer = ReplayBuffer(
-            capture.buffer_mib * _MIB, capture.domain_quota, capture.holdout_fraction, config.seed
-        )
+        self._deletions = None if store is None else Deletions(store)
+        self._registry = None if store is None else VersionRegistry(store)
+        self._tainted: str | None = None
+        self._buffer = open_buffer(config, store)
+        self._subjects = Subjects()
         self._lineage = Lineage()
-        self._domains: Counter[str] = Counter()
+        self._transport: RecordTransport | None = None
+        self._next_expiry = 0.0
+        if store is not None:
+            # What was demanded, or grew old, while nobody ran.
+            self._obey_privacy(time.time())
+        self._note_promoted(serving)
 
     def _load(self, folder: Path) -> tuple[Drafter, Manifest]:
         drafter, manifest = load_any(folder)
         return drafter.to(self._device), manifest
 
-    def add_records(self, records: Sequence[CaptureRecord]) -> Counts:
-        """Take captured records; some are held out for the gate and never trained on."""
-        now = time.time()
-        for record in records:
-            self._buffer.add(record)
-            self._lineage.records += 1
-            self._domains[record.domain] += 1
-            if self._lineage.first_record_time is None:
-                self._lineage.first_record_time = now
-            self._lineage.last_record_time = now
+    def add_records(
+        self,
+        records: Sequence[CaptureRecord],
+        dropped: int = 0,
+        source: str = "",
+        sequence: int = 0,
+        now: float | None = None,
+    ) -> Counts:
+        """Take captured records; some are held out for the gate and never trained on. Acknowledged by returning.
+
+        dropped: captured records that were lost on the way.  source, sequence: who delivers, and its running number
+        from 1 on; a delivery that came before is passed over; 0: not numbered.  now: when they were received, seconds
+        since the epoch; None: now.  Raises JournalError when they cannot be kept, PrivacyError for a bad redactor.
+        """
+        received = time.time() if now is None else now
+        self._obey_privacy(received)
+        if not self._buffer.has(source, sequence):
+            wanted = list(self._admitted(records, received))
+            self._buffer.add(wanted, received, dropped + len(records) - len(wanted), source, sequence)
         return self._buffer.counts
+
+    def receive(self, delivery: Delivery | None) -> Receipt:
+        """Fetch a delivery and take its records; the sender keeps it until it gets the receipt.
+
+        One that cannot be fetched or arrives damaged is gone for good, and counted as dropped. Without a delivery,
+        the receipt only tells the counts.
+        """
+        if delivery is None:
+            return Receipt("", 0, self.add_records([]))
+        if not self._buffer.has(delivery.source, delivery.sequence):
+            self._fetch(delivery)
+        return Receipt(delivery.source, delivery.sequence, self._buffer.counts)
+
+    def _fetch(self, delivery: Delivery) -> None:
+        if self._transport is None:
+            self._transport = make_transport(self._config.transport)
+        try:
+            records, lost = self._transport.receive(delivery.reference), 0
+        except TransportError:
+            records, lost = [], delivery.records
+        self.add_records(records, delivery.dropped + lost, delivery.source, delivery.sequence)
+
+    def _admitted(self, records: Sequence[CaptureRecord], received: float) -> Iterator[CaptureRecord]:
+        for record in records:
+            if self._deletions is not None and self._deletions.cover(record, received):
+                continue
+            redacted = self._redact(record)
+            if redacted is not None:
+                yield redacted
+
+    def _obey_privacy(self, now: float) -> None:
+        """Delete what users demanded since the last time, and what is older than the retention time."""
+        deletions = self._deletions
+        if deletions is not None and (demanded := deletions.refresh()):
+            self._buffer.delete(lambda kept: deletions.cover(kept.record, kept.time))
+            if any(subject in self._subjects for subject in demanded):
+                self._tainted = TAINT_REASON
+        hours = self._config.privacy.retention_hours
+        if hours is not None and now >= self._next_expiry:
+            step = hours * _HOUR_S * _RETENTION_STEP
+            self._buffer.expire(now - hours * _HOUR_S + step)
+            self._next_expiry = now + step
 
     def train(self, seconds: float) -> list[StepReport]:
         """Optimiser steps for about `seconds`; none while there is nothing to learn from."""
+        self._obey_privacy(time.time())
         deadline = time.monotonic() + seconds
         reports: list[StepReport] = []
-        settings = self._config.trainer
-        while time.monotonic() < deadline:
-            records = self._buffer.sample(settings.batch_tokens)
-            if not records:
-                break
-            batch = collate(records, settings.max_length, self._device, self._trainer.generator)
-            reports.append(self._trainer.step(batch))
+        while time.monotonic() < deadline and (report := self._step()) is not None:
+            reports.append(report)
         return reports
+
+    def train_steps(self, count: int) -> list[StepReport]:
+        """Exactly `count` optimiser steps; none while there is nothing to learn from."""
+        reports: list[StepReport] = []
+        while len(reports) < count and (report := self._step()) is not None:
+            reports.append(report)
+        return reports
+
+    def _step(self) -> StepReport | None:
+        settings = self._config.trainer
+        kept = self._buffer.sample(settings.batch_tokens)
+        if not kept:
+            return None
+        records = [one.record for one in kept]
+        batch = collate(records, settings.max_length, self._device, self._trainer.generator)
+        report = self._trainer.step(batch)
+        for one in kept:
+            if not one.used:
+                self._note_use(one)
+        # A step that was skipped counts too: its records would come again and again otherwise.
+        self._buffer.mark_trained(kept)
+        return report
+
+    def _note_use(self, kept: Kept) -> None:
+        self._subjects.add(kept.record)
+        lineage = self._lineage
+        lineage.records += 1
+        lineage.domains[kept.record.domain] = lineage.domains.get(kept.record.domain, 0) + 1
+        lineage.first_record_time = min(kept.time, lineage.first_record_time or kept.time)
+        lineage.last_record_time = max(kept.time, lineage.last_record_time or kept.time)
 
     def compare(self) -> Comparison | None:
         """Score the serving drafter and the candidate; None while too few records are held out."""
@@ -110,14 +208,11 @@ class Trainer:
         return tree_widths(self._config.server.topk, self._config.trainer.ttt_steps)
 
     def save_candidate(self, folder: Path, version: str, metrics: dict[str, float]) -> Path:
-        """Write the candidate as a checkpoint with its manifest; returns its folder."""
+        """Write the candidate as a checkpoint with its manifest, and whose records taught it; returns its folder."""
         lineage = self._lineage.model_copy(
-            update={
-                "tokens": self._trainer.tokens_seen,
-                "train_steps": self._trainer.steps_done,
-                "domains": dict(self._domains),
-            }
+            update={"tokens": self._trainer.tokens_seen, "train_steps": self._trainer.steps_done}, deep=True
         )
+        self._subjects.save(folder)
         save_drafter(
             folder,
             self._serving.shape,
@@ -128,20 +223,41 @@ class Trainer:
             lineage=lineage,
             metrics=metrics,
         )
+        if self._registry is not None:
+            self._registry.add(folder)
+            if (why := self._tainted) is not None:
+                self._registry.taint(lambda name: name == version, why)
         return folder
 
     def promoted(self, folder: Path) -> None:
         """The checkpoint in `folder` serves now: later candidates are compared with it."""
         self._serving, self._manifest = self._load(folder)
+        self._note_promoted(folder)
 
-    def save_records(self, path: Path) -> None:
-        """Keep the buffer on disk, so that a cut run loses none of its records."""
-        self._buffer.save(path)
+    def _note_promoted(self, folder: Path) -> None:
+        registry, name = self._registry, self._manifest.version
+        if registry is None:
+            return
+        if not registry.knows(name):
+            registry.add(folder)
+        serving = registry.serving()
+        if serving is None or serving.name != name:
+            registry.move(name, "promoted", "it serves")
 
-    def load_records(self, path: Path) -> Counts:
-        """Continue with the records of an earlier run."""
-        self._buffer.load(path)
-        return self._buffer.counts
+    def close(self) -> None:
+        """Let another process have the store."""
+        self._buffer.close()
+
+
+def open_buffer(config: Config, store: Path | None) -> ReplayBuffer:
+    """The replay buffer that the config describes, with its journal in `store`. Raises JournalError in one line."""
+    capture = config.capture
+    max_bytes = capture.buffer_mib * _MIB
+    # Small enough that erasing old records rewrites little, large enough that there are few.
+    journal = None if store is None else Journal(store / JOURNAL_FOLDER, max_bytes // 16)
+    return ReplayBuffer(
+        max_bytes, capture.domain_quota, capture.holdout_fraction, capture.replay_share, config.seed, journal
+    )
 
 
 def online_settings(config: Config) -> OnlineSettings:

@@ -1,0 +1,84 @@
+"""Replay: a refresh from recorded traffic, with no server, no Ray and no clock.
+
+Time is the records' own: they arrive in turns as they were received, training takes a fixed number of steps between
+two tries of the gate, and the gate is tried every `gate.every_seconds` of recorded time. So the same file, config and
+drafter give the same versions to the last bit, on the same machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from draftloop.capture.record_file import TimedRecord
+from draftloop.core.config import Config
+from draftloop.core.manifest import Manifest
+from draftloop.core.versions import Version, VersionRegistry
+from draftloop.refresher.gate import decide
+from draftloop.refresher.loop import RECORDS_A_TURN, Emit
+from draftloop.trainer.trainer import Trainer
+
+
+class Replay:
+    """target, drafter: checkpoint folders.  out: new folder for the versions.  steps: optimiser steps for each try of
+    the gate."""
+
+    def __init__(self, target: Path, drafter: Path, config: Config, out: Path, steps: int, emit: Emit) -> None:
+        self._config = config
+        self._steps = steps
+        self._emit = emit
+        self._checkpoints = out / "checkpoints"
+        self._trainer = Trainer(target, drafter, config)
+        self._registry = VersionRegistry(out)
+        first = self._registry.add(drafter)
+        self._registry.move(first.name, "promoted", "the replay begins with it")
+        self._next = int(first.name[1:]) + 1 if first.name[1:].isdigit() else 1
+
+    def run(self, records: Sequence[TimedRecord]) -> list[Version]:
+        """Refresh from `records`; returns the versions that were promoted, oldest first."""
+        start = min((record.time for record in records), default=0.0)
+        for part in _intervals(records, start, self._config.gate.every_seconds):
+            done = 0
+            for begin in range(0, len(part), RECORDS_A_TURN):
+                turn = part[begin : begin + RECORDS_A_TURN]
+                self._trainer.add_records([record.record for record in turn], now=turn[-1].time)
+                due = self._steps * (begin + len(turn)) // len(part)
+                done += len(self._trainer.train_steps(due - done))
+            self._try_gate(part[-1].time - start)
+        return [version for version in self._registry.all() if version.state == "promoted"][1:]
+
+    def _try_gate(self, t_s: float) -> None:
+        comparison = self._trainer.compare()
+        if comparison is None:
+            return
+        version = f"v{self._next}"
+        self._next += 1
+        before, after = comparison.before, comparison.after
+        gate: dict[str, Any] = {"version": version, "gate_before": before.accept_length}
+        gate["gate_after"] = after.accept_length
+        decision = decide(before, after, self._config.gate.min_gain)
+        self._emit("candidate", t_s=t_s, **gate)
+        if not decision.promote:
+            self._emit("refused", t_s=t_s, reason=decision.reason, **gate)
+            return
+        metrics = {"accept_length": after.accept_length, "parent_accept_length": before.accept_length}
+        folder = self._trainer.save_candidate(self._checkpoints / version, version, metrics)
+        self._registry.add(folder)
+        self._registry.move(version, "promoted", decision.reason)
+        self._trainer.promoted(folder)
+        self._emit("promoted", t_s=t_s, reason=decision.reason, **gate)
+
+
+def _intervals(records: Sequence[TimedRecord], start: float, every_s: float) -> Iterator[list[TimedRecord]]:
+    """The records in order of time, in parts of `every_s` seconds; empty parts are left out."""
+    ordered = sorted(records, key=lambda record: record.time)
+    for _, part in groupby(ordered, key=lambda record: int((record.time - start) // every_s)):
+        yield list(part)
+
+
+def checksums(registry: VersionRegistry) -> dict[str, str]:
+    """The hash of each version's weights."""
+    versions = registry.all()
+    return {version.name: Manifest.load(registry.checkpoint(version.name)).weights_sha256 for version in versions}
