@@ -112,6 +112,10 @@ class ReplayBuffer:
         self._captured += 1
         self._expired += self._held_out.add(record, None) if held_out else self._training.add(record, self._rng)
 
+    def training(self) -> list[CaptureRecord]:
+        """The records of the training side, oldest first."""
+        return list(self._training.records)
+
     def sample(self, num_tokens: int) -> list[CaptureRecord]:
         """Training records, recent ones more often, no record twice, until `num_tokens` are reached or all are in.
 

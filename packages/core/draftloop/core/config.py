@@ -85,8 +85,30 @@ class GateConfig(_Section):
 
     every_seconds: float = Field(90.0, gt=0.0)
     min_records: int = Field(4, ge=1)
-    min_gain: float = Field(0.01, description="smallest gain in expected accepted length")
+    min_gain: float = Field(0.01, description="what the lower bound of the gain in accepted length must exceed")
+    confidence: float = Field(0.9, gt=0.5, lt=1.0, description="of that lower bound, one-sided")
+    domain_floor: float = Field(0.05, ge=0.0, lt=1.0, description="largest share of its accepted length a domain loses")
     max_eval_tokens: int = Field(4096, ge=64)
+
+
+class DriftConfig(_Section):
+    """When the traffic counts as changed, and when training pauses."""
+
+    false_alarm_every: int = Field(1000, ge=20, description="windows between false alarms of a detector, on average")
+    window_steps: int = Field(64, ge=1, description="verification steps whose mean accepted length is one value")
+    window_tokens: int = Field(256, ge=1, description="generated tokens whose out-of-vocabulary share is one value")
+    window_requests: int = Field(64, ge=10, description="requests whose domain mix is compared with the first ones'")
+    patience: int = Field(4, ge=1, description="candidates in a row under gate.min_gain before training pauses")
+    rebuild_vocabulary: bool = Field(
+        False, description="let EAGLE-3's draft vocabulary follow the traffic; the servers must take a changed map"
+    )
+
+
+class MetricsConfig(_Section):
+    """The Prometheus exporter."""
+
+    host: str = Field("127.0.0.1", description="loopback; another address lets others on the network read the metrics")
+    port: int | None = Field(None, ge=1, le=65535, description="None = no exporter")
 
 
 class TrafficConfig(_Section):
@@ -118,6 +140,8 @@ class Config(_Section):
     capture: CaptureConfig = Field(default_factory=CaptureConfig)
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     gate: GateConfig = Field(default_factory=GateConfig)
+    drift: DriftConfig = Field(default_factory=DriftConfig)
+    metrics: MetricsConfig = Field(default_factory=MetricsConfig)
     traffic: TrafficConfig = Field(default_factory=TrafficConfig)
     demo: DemoConfig = Field(default_factory=DemoConfig)
 

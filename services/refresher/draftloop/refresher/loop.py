@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,12 +13,15 @@ import ray
 
 from draftloop.capture.buffer import Counts
 from draftloop.capture.collector import CollectorCounts
+from draftloop.capture.observation import Observation
 from draftloop.core.config import Config
 from draftloop.core.errors import DraftloopError
 from draftloop.drafters.online import StepReport
 from draftloop.fleet.worker import WorkerSwap
-from draftloop.refresher.gate import decide
-from draftloop.trainer.trainer import Comparison
+from draftloop.refresher.budget import SpeculationPolicy, TrainingBudget
+from draftloop.refresher.drift import DriftMonitor
+from draftloop.refresher.gate import Decision, decide
+from draftloop.trainer.trainer import Comparison, VocabularyChange
 
 TRAIN_SLICE_S = 2.0
 RECORDS_A_TURN = 64
@@ -41,6 +45,8 @@ class LoopState:
     buffer: Counts = field(default_factory=lambda: Counts(0, 0, 0, 0))
     swaps: int = 0
     refused: int = 0
+    training: bool = True
+    speculating: bool = True
 
     @property
     def serving(self) -> str:
@@ -51,6 +57,7 @@ class Refresher:
     """Drives one worker and one trainer, both Ray actor handles. `turn` is called as long as the loop should run.
 
     checkpoints: folder that holds one folder a version. now: seconds since the run started, for events.
+    speculation: a measured cost model; without one nothing is said about tokens/s.
     """
 
     def __init__(
@@ -62,6 +69,7 @@ class Refresher:
         serving: str,
         emit: Emit,
         now: Callable[[], float],
+        speculation: SpeculationPolicy | None = None,
     ) -> None:
         self._worker = worker
         self._trainer = trainer
@@ -73,6 +81,9 @@ class Refresher:
         self._next_version = int(serving.removeprefix("v")) + 1
         self._step_at_last_gate = 0
         self._queued: Any = None
+        self._budget = TrainingBudget(config.drift.patience, config.gate.min_gain)
+        self._monitor = DriftMonitor(config.drift, serving)
+        self._speculation = speculation
         self.state = LoopState(versions=[serving])
 
     def turn(self) -> None:
@@ -80,15 +91,63 @@ class Refresher:
         records = self._worker.take.remote(RECORDS_A_TURN)
         # The records go from worker to trainer through the object store; this process never holds them.
         counts = self._trainer.add_records.remote(records)
+        seen = self._trainer.take_observations.remote()
         # One slice is always queued behind the running one, so that the trainer never waits for this loop.
-        running, self._queued = self._queued, self._trainer.train.remote(TRAIN_SLICE_S)
+        running, self._queued = self._queued, self._next_slice()
         self.state.captured = ray.get(self._worker.counts.remote())
         self.state.buffer = ray.get(counts)
-        if running is not None:
-            self._note_steps(ray.get(running))
+        self._watch(ray.get(seen))
+        self._note_steps([] if running is None else ray.get(running))
         if time.monotonic() >= self._next_gate:
             self.try_gate()
             self._next_gate = time.monotonic() + self._config.gate.every_seconds
+
+    def _next_slice(self) -> Any:
+        return self._trainer.train.remote(TRAIN_SLICE_S) if self._budget.spending else None
+
+    def _watch(self, observations: list[Observation]) -> None:
+        """Answer drift: train again, and let the draft vocabulary follow where the servers can take that."""
+        for drift in [drift for seen in observations for drift in self._monitor.add(seen)]:
+            self._emit(
+                "drift",
+                t_s=self._now(),
+                signal=drift.signal,
+                action=drift.action,
+                before=drift.before,
+                now=drift.now,
+            )
+            if self._budget.drift():
+                self.state.training = True
+                self._emit("training_resumed", t_s=self._now(), reason=f"drift in {drift.signal}")
+            if drift.action == "rebuild_vocabulary" and self._config.drift.rebuild_vocabulary:
+                self._rebuild_vocabulary()
+        self._weigh_speculation()
+
+    def _weigh_speculation(self) -> None:
+        """Say when speculation begins to lose against plain decoding, or to win again."""
+        length = self._monitor.accept_length
+        if self._speculation is None or length is None:
+            return
+        wanted = self._speculation.wanted(self.state.speculating, length)
+        if wanted != self.state.speculating:
+            self.state.speculating = wanted
+            action = "speculation_on" if wanted else "speculation_off"
+            speed = self._speculation.tokens_per_s(length)
+            plain = self._speculation.costs.plain_tokens_per_s(self._speculation.batch)
+            self._emit("drift", t_s=self._now(), signal="speculation", action=action, before=plain, now=speed)
+
+    def _rebuild_vocabulary(self) -> None:
+        change: VocabularyChange | None = ray.get(self._trainer.rebuild_vocabulary.remote())
+        if change is None:
+            return
+        self._monitor.new_vocabulary()
+        self._emit(
+            "vocabulary_rebuilt",
+            t_s=self._now(),
+            replaced=change.replaced,
+            coverage_before=change.coverage_before,
+            coverage_after=change.coverage_after,
+        )
 
     def _note_steps(self, reports: list[StepReport]) -> None:
         if not reports:
@@ -119,9 +178,10 @@ class Refresher:
         version = f"v{self._next_version}"
         self._next_version += 1
         before, after = comparison.before, comparison.after
-        decision = decide(before, after, self._config.gate.min_gain)
-        gate = {"version": version, "gate_before": before.accept_length, "gate_after": after.accept_length}
+        decision = decide(before, after, self._config.gate, self._config.seed + self._next_version)
+        gate = gate_figures(version, comparison, decision, self._speculation)
         self._emit("candidate", t_s=self._now(), **gate)
+        self._spend(decision)
         if not decision.promote:
             self._refuse(gate, decision.reason)
             return
@@ -129,6 +189,14 @@ class Refresher:
         folder: Path = ray.get(self._trainer.save_candidate.remote(self._checkpoints / version, version, metrics))
         self._emit("promoted", t_s=self._now(), reason=decision.reason, **gate)
         self._swap(folder, version)
+
+    def _spend(self, decision: Decision) -> None:
+        """Training pauses when candidate after candidate gains nothing."""
+        if decision.gain is not None and self._budget.candidate(decision.gain.gain):
+            self.state.training = False
+            patience, least = self._config.drift.patience, self._config.gate.min_gain
+            reason = f"{patience} candidates in a row gained less than {least:g}"
+            self._emit("training_paused", t_s=self._now(), reason=reason)
 
     def _refuse(self, gate: dict[str, Any], reason: str) -> None:
         self.state.refused += 1
@@ -141,6 +209,7 @@ class Refresher:
             self._emit("swap_failed", t_s=self._now(), version=version, reason=str(err))
             raise
         ray.get(self._trainer.promoted.remote(folder))
+        self._monitor.new_drafter(version)
         self.state.versions.append(version)
         self.state.swaps += 1
         self._emit(
@@ -152,3 +221,21 @@ class Refresher:
             copy_ms=done.report.update_ms,
             checksum_ok=done.report.checksum_ok,
         )
+
+
+def gate_figures(
+    version: str, comparison: Comparison, decision: Decision, speculation: SpeculationPolicy | None
+) -> dict[str, Any]:
+    """What an event says about a candidate: lengths, the gain's interval, the change by domain, predicted tokens/s."""
+    lengths = {"before": comparison.before.accept_length, "after": comparison.after.accept_length}
+    gain = decision.gain
+    bounds = [] if gain is None or not math.isfinite(gain.low) else [gain.low, gain.high]
+    speed = {} if speculation is None else {name: speculation.tokens_per_s(value) for name, value in lengths.items()}
+    return {
+        "version": version,
+        **{f"gate_{name}": length for name, length in lengths.items()},
+        "gain_bounds": bounds,
+        "by_domain": decision.by_domain,
+        "records": comparison.records,
+        **{f"tokens_per_s_{name}": value for name, value in speed.items()},
+    }

@@ -8,10 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import ray
 import torch
+from numpy.typing import NDArray
 
 from draftloop.capture.buffer import Counts, ReplayBuffer
+from draftloop.capture.observation import Observation, observe
 from draftloop.core.config import Config
 from draftloop.core.manifest import Lineage, Manifest
 from draftloop.core.records import CaptureRecord
@@ -21,11 +24,13 @@ from draftloop.drafters.device import use_cuda
 from draftloop.drafters.dflash import DflashDrafter
 from draftloop.drafters.dflash_loss import DflashSettings
 from draftloop.drafters.drafter import Drafter
+from draftloop.drafters.eagle3 import Eagle3Drafter
 from draftloop.drafters.eagle3_loss import TttSettings
 from draftloop.drafters.layouts import build
 from draftloop.drafters.metrics import GateScore, expected_accepted_length, prepare_holdout
 from draftloop.drafters.online import OnlineSettings, OnlineTrainer, StepReport
-from draftloop.drafters.target import FrozenTarget, load_target_weights
+from draftloop.drafters.target import FrozenTarget, end_ids, load_target_weights, read_target_config
+from draftloop.drafters.vocab import VocabMove, build_draft_vocab, count_tokens, coverage, move_vocab
 
 _MIB = 1 << 20
 
@@ -39,6 +44,16 @@ class Comparison:
     after: GateScore
 
 
+@dataclass(frozen=True, slots=True)
+class VocabularyChange:
+    """A rebuilt draft vocabulary. replaced: tokens that are new in it.  coverage_before, coverage_after: the share of
+    the buffer's generated tokens that the old and the new one hold."""
+
+    replaced: int
+    coverage_before: float
+    coverage_after: float
+
+
 class Trainer:
     """Holds the replay buffer, the drafter in training and the one in service."""
 
@@ -48,6 +63,7 @@ class Trainer:
         if self._device == "cpu":
             torch.set_num_threads(config.trainer.threads)
         weights = load_target_weights(target)
+        self._end_ids = end_ids(read_target_config(target))
         self._serving, self._manifest = self._load(serving)
         self._target = FrozenTarget.of(weights.embedding, weights.lm_head, self._serving.draft_ids().cpu())
         self._target = self._target.to(self._device)
@@ -59,6 +75,8 @@ class Trainer:
         )
         self._lineage = Lineage()
         self._domains: Counter[str] = Counter()
+        self._observations: list[Observation] = []
+        self._spoken = self._spoken_tokens()
 
     def _load(self, folder: Path) -> tuple[Drafter, Manifest]:
         drafter, manifest = load_any(folder)
@@ -69,12 +87,49 @@ class Trainer:
         now = time.time()
         for record in records:
             self._buffer.add(record)
+            self._observations.append(observe(record, self._spoken))
             self._lineage.records += 1
             self._domains[record.domain] += 1
             if self._lineage.first_record_time is None:
                 self._lineage.first_record_time = now
             self._lineage.last_record_time = now
         return self._buffer.counts
+
+    def take_observations(self) -> list[Observation]:
+        """What the records added since the last call say about the traffic."""
+        taken, self._observations = self._observations, []
+        return taken
+
+    def _spoken_tokens(self) -> NDArray[np.bool_] | None:
+        """[V], True for the target ids that the drafter in training can say; None when it can say them all."""
+        drafter = self._trainer.drafter
+        if not isinstance(drafter, Eagle3Drafter):
+            return None
+        spoken = np.zeros(drafter.config.vocab_size, dtype=np.bool_)
+        spoken[drafter.draft_ids().cpu().numpy()] = True
+        return spoken
+
+    def rebuild_vocabulary(self) -> VocabularyChange | None:
+        """Give the drafter in training the most frequent tokens of the buffered answers as its draft vocabulary.
+
+        None when that changes nothing, or the drafter has no vocabulary of its own.
+        """
+        drafter = self._trainer.drafter
+        if not isinstance(drafter, Eagle3Drafter):
+            return None
+        answers = (r.token_ids[max(0, r.prompt_len - r.start) :] for r in self._buffer.training())
+        counts = count_tokens(answers, drafter.config.vocab_size)
+        old = drafter.draft_ids().cpu()
+        # Of tokens that were never seen, those in the old map stay before any others.
+        ranked = 2 * counts
+        ranked[old] += 1
+        new = build_draft_vocab(ranked, len(old), self._end_ids)
+        move = move_vocab(old, new)
+        if bool(move.kept.all()):
+            return None
+        self._trainer.change_vocabulary(VocabMove(*(t.to(self._device) for t in (move.ids, move.kept, move.source))))
+        self._spoken = self._spoken_tokens()
+        return VocabularyChange(int((~move.kept).sum()), coverage(counts, old), coverage(counts, new))
 
     def train(self, seconds: float) -> list[StepReport]:
         """Optimiser steps for about `seconds`; none while there is nothing to learn from."""
