@@ -1,6 +1,6 @@
 """A shift from code to chat in SmolLM2's traffic: a refreshed drafter against the static one, on the same requests.
 
-    python tests/bench/domain_shift.py [--steps 3] [--records FILE] [--figure docs/domain_shift.png]
+    python tests/bench/domain_shift.py [--steps 4] [--records FILE] [--figure docs/domain_shift.png]
 
 First only code is asked for, then four chat requests to each of code. Up to the shift there is one drafter, refreshed
 as it goes; the static one is what serves when the shift comes. From then on both draft for every request, and each
@@ -43,9 +43,11 @@ from draftloop.sglang.target import resolve_target
 from draftloop.trainer.day0 import make_untrained
 from draftloop.trainer.trainer import Trainer, tree_widths
 
-BEFORE, AFTER_CODE, AFTER_CHAT = 100, 40, 160
+BEFORE, AFTER_CODE, AFTER_CHAT = 80, 30, 120
 BLOCK, BLOCKS_A_GATE = 10, 2
 MAX_NEW_TOKENS, MAX_PROMPT = 112, 320
+# One record a step; a few hundred requests leave few held out, and few make a window.
+SETTINGS = ("capture.holdout_fraction=0.15", "trainer.batch_tokens=128", "drift.window_requests=20")
 
 
 @dataclasses.dataclass
@@ -221,7 +223,7 @@ def draw(outcome: Outcome, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--steps", type=int, default=3, help="training steps a request")
+    parser.add_argument("--steps", type=int, default=4, help="training steps a request")
     parser.add_argument("--records", type=Path, help="read the target's answers from this file, or write them there")
     parser.add_argument("--figure", type=Path)
     parser.add_argument("--set", action="append", default=[], dest="overrides")
@@ -235,7 +237,7 @@ def main() -> None:
             counts = {"captured": len(records), "expired": 0}
             write_records(arguments.records, [(record, False) for record in records], counts)
     print(f"{len(records)} requests answered in {time.monotonic() - began:.0f} s", flush=True)
-    outcome = run(load_config(None, ["capture.holdout_fraction=0.15", *arguments.overrides]), records, arguments.steps)
+    outcome = run(load_config(None, [*SETTINGS, *arguments.overrides]), records, arguments.steps)
     if arguments.figure is not None:
         draw(outcome, arguments.figure)
     print(json.dumps({**summarise(outcome), "seconds": round(time.monotonic() - began)}))
