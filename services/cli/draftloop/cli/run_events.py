@@ -9,10 +9,13 @@ null, so that an older reader can show a newer run.
                  accept_by_domain {domain: value}, tokens_captured, records_dropped, train_steps, loss, version
                                                                        every 2 s or so
     train_step   t_s, step, loss, step_accuracy [per draft step], tokens                  sampled
-    candidate    t_s, version, gate_before, gate_after                 the gate looked at a candidate
-    promoted     t_s, version, gate_before, gate_after, reason
-    refused      t_s, version, gate_before, gate_after, reason
+    candidate    t_s, version, gate_before, gate_after, gain_bounds [low, high] or [], by_domain {domain: share gained},
+                 records, tokens_per_s_before, tokens_per_s_after (predicted)      the gate looked at a candidate
+    promoted, refused                                                  the same, and reason
     swap         t_s, version, stall_ms, checksum_ok, copy_ms          the candidate is in service
+    drift        t_s, signal, action, before, now                      see `draftloop.refresher.drift`
+    vocabulary_rebuilt   t_s, replaced, coverage_before, coverage_after
+    training_paused, training_resumed   t_s, reason
     measured     t_s, what ("plain" | "day0" | "mid" | "final"), accept_length, by_domain, tokens_per_s
 
 Gate values are expected accepted lengths on held-out recent records: before = serving drafter, after =

@@ -51,7 +51,12 @@ class SpeculationPolicy:
         """Predicted, of the whole batch, with speculation."""
         return self.costs.tokens_per_s(self.batch, self.nodes, self.depth, accept_length)
 
+    @property
+    def plain_tokens_per_s(self) -> float:
+        """Predicted, of the whole batch, without speculation."""
+        return self.costs.plain_tokens_per_s(self.batch)
+
     def wanted(self, speculating: bool, accept_length: float) -> bool:
         """Whether to speculate from now on."""
-        speedup = self.tokens_per_s(accept_length) / self.costs.plain_tokens_per_s(self.batch)
+        speedup = self.tokens_per_s(accept_length) / self.plain_tokens_per_s
         return speedup >= 1.0 - self.margin if speculating else speedup > 1.0 + self.margin

@@ -13,14 +13,13 @@ import ray
 
 from draftloop.capture.buffer import Counts
 from draftloop.capture.collector import CollectorCounts
-from draftloop.capture.observation import Observation
 from draftloop.core.config import Config
 from draftloop.core.errors import DraftloopError
 from draftloop.drafters.online import StepReport
 from draftloop.fleet.worker import WorkerSwap
-from draftloop.refresher.budget import SpeculationPolicy, TrainingBudget
-from draftloop.refresher.drift import DriftMonitor
+from draftloop.refresher.budget import SpeculationPolicy
 from draftloop.refresher.gate import Decision, decide
+from draftloop.refresher.watch import Said, Watch
 from draftloop.trainer.trainer import Comparison, VocabularyChange
 
 TRAIN_SLICE_S = 2.0
@@ -81,9 +80,7 @@ class Refresher:
         self._next_version = int(serving.removeprefix("v")) + 1
         self._step_at_last_gate = 0
         self._queued: Any = None
-        self._budget = TrainingBudget(config.drift.patience, config.gate.min_gain)
-        self._monitor = DriftMonitor(config.drift, serving)
-        self._speculation = speculation
+        self._watch = Watch(config, serving, speculation)
         self.state = LoopState(versions=[serving])
 
     def turn(self) -> None:
@@ -96,51 +93,27 @@ class Refresher:
         running, self._queued = self._queued, self._next_slice()
         self.state.captured = ray.get(self._worker.counts.remote())
         self.state.buffer = ray.get(counts)
-        self._watch(ray.get(seen))
+        self._say(self._watch.traffic(ray.get(seen)))
+        if self._watch.rebuild_wanted:
+            self._rebuild_vocabulary()
         self._note_steps([] if running is None else ray.get(running))
         if time.monotonic() >= self._next_gate:
             self.try_gate()
             self._next_gate = time.monotonic() + self._config.gate.every_seconds
 
     def _next_slice(self) -> Any:
-        return self._trainer.train.remote(TRAIN_SLICE_S) if self._budget.spending else None
+        return self._trainer.train.remote(TRAIN_SLICE_S) if self._watch.training else None
 
-    def _watch(self, observations: list[Observation]) -> None:
-        """Answer drift: train again, and let the draft vocabulary follow where the servers can take that."""
-        for drift in [drift for seen in observations for drift in self._monitor.add(seen)]:
-            self._emit(
-                "drift",
-                t_s=self._now(),
-                signal=drift.signal,
-                action=drift.action,
-                before=drift.before,
-                now=drift.now,
-            )
-            if self._budget.drift():
-                self.state.training = True
-                self._emit("training_resumed", t_s=self._now(), reason=f"drift in {drift.signal}")
-            if drift.action == "rebuild_vocabulary" and self._config.drift.rebuild_vocabulary:
-                self._rebuild_vocabulary()
-        self._weigh_speculation()
-
-    def _weigh_speculation(self) -> None:
-        """Say when speculation begins to lose against plain decoding, or to win again."""
-        length = self._monitor.accept_length
-        if self._speculation is None or length is None:
-            return
-        wanted = self._speculation.wanted(self.state.speculating, length)
-        if wanted != self.state.speculating:
-            self.state.speculating = wanted
-            action = "speculation_on" if wanted else "speculation_off"
-            speed = self._speculation.tokens_per_s(length)
-            plain = self._speculation.costs.plain_tokens_per_s(self._speculation.batch)
-            self._emit("drift", t_s=self._now(), signal="speculation", action=action, before=plain, now=speed)
+    def _say(self, events: list[Said]) -> None:
+        for event in events:
+            self._emit(event.kind, t_s=self._now(), **event.data)
+        self.state.training, self.state.speculating = self._watch.training, self._watch.speculating
 
     def _rebuild_vocabulary(self) -> None:
         change: VocabularyChange | None = ray.get(self._trainer.rebuild_vocabulary.remote())
+        self._watch.vocabulary_rebuilt()
         if change is None:
             return
-        self._monitor.new_vocabulary()
         self._emit(
             "vocabulary_rebuilt",
             t_s=self._now(),
@@ -179,9 +152,9 @@ class Refresher:
         self._next_version += 1
         before, after = comparison.before, comparison.after
         decision = decide(before, after, self._config.gate, self._config.seed + self._next_version)
-        gate = gate_figures(version, comparison, decision, self._speculation)
+        gate = self._gate_figures(version, comparison, decision)
         self._emit("candidate", t_s=self._now(), **gate)
-        self._spend(decision)
+        self._say(self._watch.candidate(decision))
         if not decision.promote:
             self._refuse(gate, decision.reason)
             return
@@ -190,13 +163,20 @@ class Refresher:
         self._emit("promoted", t_s=self._now(), reason=decision.reason, **gate)
         self._swap(folder, version)
 
-    def _spend(self, decision: Decision) -> None:
-        """Training pauses when candidate after candidate gains nothing."""
-        if decision.gain is not None and self._budget.candidate(decision.gain.gain):
-            self.state.training = False
-            patience, least = self._config.drift.patience, self._config.gate.min_gain
-            reason = f"{patience} candidates in a row gained less than {least:g}"
-            self._emit("training_paused", t_s=self._now(), reason=reason)
+    def _gate_figures(self, version: str, comparison: Comparison, decision: Decision) -> dict[str, Any]:
+        """What an event says about a candidate: lengths, bounds of the gain, change by domain, predicted tokens/s."""
+        before, after = comparison.before.accept_length, comparison.after.accept_length
+        gain = decision.gain
+        return {
+            "version": version,
+            "gate_before": before,
+            "gate_after": after,
+            "gain_bounds": [] if gain is None or not math.isfinite(gain.low) else [gain.low, gain.high],
+            "by_domain": decision.by_domain,
+            "records": comparison.records,
+            "tokens_per_s_before": self._watch.predicted_tokens_per_s(before),
+            "tokens_per_s_after": self._watch.predicted_tokens_per_s(after),
+        }
 
     def _refuse(self, gate: dict[str, Any], reason: str) -> None:
         self.state.refused += 1
@@ -209,7 +189,7 @@ class Refresher:
             self._emit("swap_failed", t_s=self._now(), version=version, reason=str(err))
             raise
         ray.get(self._trainer.promoted.remote(folder))
-        self._monitor.new_drafter(version)
+        self._watch.new_drafter(version)
         self.state.versions.append(version)
         self.state.swaps += 1
         self._emit(
@@ -221,21 +201,3 @@ class Refresher:
             copy_ms=done.report.update_ms,
             checksum_ok=done.report.checksum_ok,
         )
-
-
-def gate_figures(
-    version: str, comparison: Comparison, decision: Decision, speculation: SpeculationPolicy | None
-) -> dict[str, Any]:
-    """What an event says about a candidate: lengths, the gain's interval, the change by domain, predicted tokens/s."""
-    lengths = {"before": comparison.before.accept_length, "after": comparison.after.accept_length}
-    gain = decision.gain
-    bounds = [] if gain is None or not math.isfinite(gain.low) else [gain.low, gain.high]
-    speed = {} if speculation is None else {name: speculation.tokens_per_s(value) for name, value in lengths.items()}
-    return {
-        "version": version,
-        **{f"gate_{name}": length for name, length in lengths.items()},
-        "gain_bounds": bounds,
-        "by_domain": decision.by_domain,
-        "records": comparison.records,
-        **{f"tokens_per_s_{name}": value for name, value in speed.items()},
-    }
