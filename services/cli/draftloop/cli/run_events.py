@@ -89,6 +89,15 @@ class SwapData(_Data):
     copy_ms: float | None = None
 
 
+class DriftData(_Data):
+    """A drift alarm. before, now: the signal's level before it and at it."""
+
+    signal: str
+    action: str = ""
+    before: float | None = None
+    now: float | None = None
+
+
 class MeasuredData(_Data):
     """A measurement on the held-out prompts."""
 
@@ -111,6 +120,7 @@ class RunEvents:
     promoted: list[GateData] = field(default_factory=list)
     refused: list[GateData] = field(default_factory=list)
     swaps: list[SwapData] = field(default_factory=list)
+    drifts: list[DriftData] = field(default_factory=list)
     measured: list[MeasuredData] = field(default_factory=list)
     unreadable: int = 0
 
@@ -124,6 +134,7 @@ class RunEvents:
             self.promoted,
             self.refused,
             self.swaps,
+            self.drifts,
             self.measured,
         ]
         return max((item.t_s for group in groups for item in group), default=0.0)
@@ -154,6 +165,8 @@ def _add(run: RunEvents, event: Event) -> None:
             run.refused.append(GateData.model_validate(event.data))
         case "swap":
             run.swaps.append(SwapData.model_validate(event.data))
+        case "drift":
+            run.drifts.append(DriftData.model_validate(event.data))
         case "measured":
             run.measured.append(MeasuredData.model_validate(event.data))
         case _:
