@@ -176,8 +176,33 @@ def test_the_monitor_tells_signals_apart() -> None:
 def test_a_swap_starts_the_accepted_length_afresh_and_old_records_do_not_count() -> None:
     rng = np.random.default_rng(0)
     monitor = DriftMonitor(DriftConfig(false_alarm_every=10_000), "v3")
-    seen = traffic(rng, 200, 2.4, 0.0, "chat", "v3")
+    seen = traffic(rng, 200, 1.5, 0.0, "chat", "v3")
     assert [drift for one in seen for drift in monitor.add(one)] == []
     monitor.new_drafter("v4")
-    seen = traffic(rng, 100, 1.8, 0.0, "chat", "v4") + traffic(rng, 100, 1.2, 0.0, "chat", "v3")
+    seen = traffic(rng, 100, 2.4, 0.0, "chat", "v4") + traffic(rng, 100, 1.2, 0.0, "chat", "v3")
     assert [drift for one in seen for drift in monitor.add(one)] == []
+    # The new drafter's own level counts now, though it falls to no less than the old one's.
+    seen = traffic(rng, 20, 1.8, 0.0, "chat", "v4")
+    assert [drift.signal for one in seen for drift in monitor.add(one)] == ["accept_length"]
+
+
+def test_a_shift_that_comes_with_a_swap_is_seen_against_the_predecessor() -> None:
+    rng = np.random.default_rng(0)
+    monitor = DriftMonitor(DriftConfig(false_alarm_every=10_000), "v3")
+    seen = traffic(rng, 200, 2.0, 0.0, "chat", "v3")
+    assert [drift for one in seen for drift in monitor.add(one)] == []
+    monitor.new_drafter("v4")
+    found = [drift for one in traffic(rng, 30, 1.5, 0.0, "chat", "v4") for drift in monitor.add(one)]
+    assert [(drift.signal, drift.action) for drift in found] == [("accept_length", "train")]
+    assert found[0].before == pytest.approx(2.0, abs=0.05)
+
+
+def test_probation_hardly_adds_false_alarms() -> None:
+    """100 swaps to drafters as good as their predecessors: 100 x 16 windows at one in 10,000."""
+    rng = np.random.default_rng(0)
+    monitor = DriftMonitor(DriftConfig(false_alarm_every=10_000), "v0")
+    alarms = 0
+    for version in range(100):
+        alarms += sum(len(monitor.add(one)) for one in traffic(rng, 40, 2.0, 0.0, "chat", f"v{version}"))
+        monitor.new_drafter(f"v{version + 1}")
+    assert alarms <= 3

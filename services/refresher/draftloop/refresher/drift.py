@@ -40,6 +40,8 @@ LEAST_MIX_CHANGE = 0.1
 # The chi-square law holds where a cell is expected to hold this many; rarer domains are counted together.
 LEAST_EXPECTED = 5.0
 _REST = ""
+# Windows of a new drafter that are compared with its predecessor's.
+PROBATION = 16
 # Of the smoothed accepted length: it averages over some five windows.
 NEWEST_WINDOW_WEIGHT = 0.2
 
@@ -71,8 +73,15 @@ class Cusum:
         """Forget everything, also the reference."""
         self._count, self.mean, self._squares, self._sum = 0, 0.0, 0.0, 0.0
 
-    def add(self, value: float) -> bool:
-        """Take the next value; True for an alarm. The caller resets."""
+    def restart(self) -> None:
+        """Forget what has summed up, but not the reference."""
+        self._sum = 0.0
+
+    def add(self, value: float, *, learn: bool = True) -> bool:
+        """Take the next value; True for an alarm. The caller resets.
+
+        learn: let the value join the reference that later ones are compared with.
+        """
         n = self._count
         if n >= 2:
             deviation = math.sqrt(max(self._squares / (n - 1), self._least_variance))
@@ -80,11 +89,15 @@ class Cusum:
             # The probability below -|t| keeps its digits where that below |t| rounds to one.
             normal = -float(ndtri(stdtr(n - 1, -abs(t)))) * math.copysign(1.0, t)
             self._sum = max(0.0, self._sum + self._direction * min(max(normal, -8.0), 8.0) - SLACK)
+        if learn:
+            self._learn(value)
+        return self._sum > self._threshold
+
+    def _learn(self, value: float) -> None:
         self._count += 1
         change = value - self.mean
         self.mean += change / self._count
         self._squares += change * (value - self.mean)
-        return self._sum > self._threshold
 
 
 def cusum_threshold(false_alarm_every: float) -> float:
@@ -187,6 +200,7 @@ class DriftMonitor:
         every = config.false_alarm_every
         self._serving = serving
         self._accept, self._lengths = Cusum(-1, every, least_deviation=0.02), _Ratio(config.window_steps)
+        self._predecessor, self._probation = Cusum(-1, every, least_deviation=0.02), 0
         self._unspoken, self._shares = Cusum(1, every, least_deviation=0.005), _Ratio(config.window_tokens)
         self._mix = MixDetector(config.window_requests, every)
         self.accept_length: float | None = None
@@ -195,6 +209,11 @@ class DriftMonitor:
         """`version` serves now: what its predecessor's drafts brought is no reference for it."""
         self._serving = version
         self.accept_length = None
+        # A new drafter has no level of its own to fall from. It was promoted for being better, so for its first windows
+        # its predecessor's level must do: a shift that comes with the swap, or a gate that was wrong, shows there.
+        self._predecessor, self._accept = self._accept, self._predecessor
+        self._predecessor.restart()
+        self._probation = PROBATION
         self._accept.reset()
         self._lengths.reset()
 
@@ -211,6 +230,7 @@ class DriftMonitor:
             length = self._lengths.add(seen.emitted, seen.verify_steps)
             alarms += self._check(self._accept, length, "accept_length", "train")
             if length is not None:
+                alarms += self._on_probation(length)
                 old = length if self.accept_length is None else self.accept_length
                 self.accept_length = old + NEWEST_WINDOW_WEIGHT * (length - old)
         share = self._shares.add(seen.unspoken, seen.generated)
@@ -219,6 +239,15 @@ class DriftMonitor:
         if changed is not None:
             alarms.append(Drift("domain_mix", "train", 0.0, changed))
         return alarms
+
+    def _on_probation(self, length: float) -> list[Drift]:
+        if self._probation == 0:
+            return []
+        self._probation -= 1
+        if not self._predecessor.add(length, learn=False):
+            return []
+        self._probation = 0
+        return [Drift("accept_length", "train", self._predecessor.mean, length)]
 
     @staticmethod
     def _check(cusum: Cusum, value: float | None, signal: Signal, action: Action) -> list[Drift]:
