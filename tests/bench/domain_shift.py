@@ -2,7 +2,7 @@
 
     python tests/bench/domain_shift.py [--steps 4] [--records FILE] [--figure docs/domain_shift.png]
 
-First only code is asked for, then four chat requests to each of code. Up to the shift there is one drafter, refreshed
+First only code is asked for, then nine chat requests to each of code. Up to the shift there is one drafter, refreshed
 as it goes; the static one is what serves when the shift comes. From then on both draft for every request, and each
 request is scored BEFORE anything is learned from it. No prompt comes twice.
 
@@ -43,7 +43,7 @@ from draftloop.sglang.target import resolve_target
 from draftloop.trainer.day0 import make_untrained
 from draftloop.trainer.trainer import Trainer, tree_widths
 
-BEFORE, AFTER_CODE, AFTER_CHAT = 80, 30, 120
+BEFORE, AFTER_CODE, AFTER_CHAT = 60, 20, 180
 BLOCK, BLOCKS_A_GATE = 10, 2
 MAX_NEW_TOKENS, MAX_PROMPT = 112, 320
 # One record a step; a few hundred requests leave few held out, and few make a window.
