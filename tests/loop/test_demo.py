@@ -65,7 +65,7 @@ def setting(target: TinyTarget, tmp_path_factory: pytest.TempPathFactory) -> Set
         "capture": {"ring_mib": 8, "holdout_fraction": 0.3},
         "trainer": {"device": "cpu", "batch_tokens": 256, "learning_rate": 3e-3},
         # A negative gain: on a slow machine the few steps of a short run need not have won anything yet.
-        "gate": {"every_seconds": 4, "min_records": 2, "min_gain": -0.5, "max_eval_tokens": 1024},
+        "gate": {"every_seconds": 4, "min_records": 2, "min_gain": -0.5, "domain_floor": 0.9, "max_eval_tokens": 1024},
         "traffic": {"concurrency": 4, "max_new_tokens": 24},
         "demo": {
             "heldout_prompts": HELDOUT_PROMPTS,

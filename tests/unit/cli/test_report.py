@@ -49,6 +49,7 @@ EVENTS = [
     Event(kind="train_step", data={"t_s": 12.0, "step": 1, "loss": 5.0, "step_accuracy": [0.2, 0.1], "tokens": 64}),
     Event(kind="refused", data={"t_s": 15.0, "version": "v001", "gate_before": 1.0, "reason": "no gain"}),
     Event(kind="swap", data={"t_s": 20.0, "version": "v002", "stall_ms": 41.0, "checksum_ok": True, "copy_ms": 9.0}),
+    Event(kind="drift", data={"t_s": 22.0, "signal": "domain_mix", "action": "train", "before": 0.0, "now": 0.4}),
     Event(kind="server_started", data={"port": 1}),
 ]
 
@@ -101,6 +102,7 @@ def test_every_chart_and_headline_is_there(tmp_path: Path) -> None:
         assert text in page
     assert "tiny &lt;model&gt;" in page
     assert "no &lt;gain&gt;" in page
+    assert "domain mix: train" in page
 
 
 def test_the_page_asks_for_nothing(tmp_path: Path) -> None:

@@ -55,10 +55,14 @@ def test_expected_accepted_length_is_the_loops(
     assert score.positions == len(lengths)
     assert score.accept_length == pytest.approx(sum(lengths) / len(lengths))
     assert score.per_step == pytest.approx([sum(column) / len(hits) for column in zip(*hits, strict=True)])
-    assert sum(n for _, n in score.per_domain.values()) == score.positions
-    for domain, (value, count) in score.per_domain.items():
+    assert sorted(r.domain for r in score.records) == sorted(r.domain for r in records)
+    # The holdout is ordered by length, which is each record's own here but for two.
+    by_length = sorted(records, key=lambda record: record.num_tokens)
+    for record, scored in zip(by_length, score.records, strict=True):
+        own, _ = _loop(drafter, frozen, [record], topk)
+        assert (scored.domain, scored.positions, scored.tokens) == (record.domain, len(own), sum(own))
+    for domain, value in score.per_domain.items():
         own, _ = _loop(drafter, frozen, [r for r in records if r.domain == domain], topk)
-        assert count == len(own)
         assert value == pytest.approx(sum(own) / len(own) if own else 1.0)
 
 
@@ -73,4 +77,4 @@ def test_a_token_outside_the_draft_vocabulary_is_a_miss(drafter: Eagle3Drafter, 
 
 def test_no_records_score_one(drafter: Eagle3Drafter, frozen: FrozenTarget) -> None:
     score = expected_accepted_length(drafter, prepare_holdout([], frozen, 64, "cpu"), frozen, (1, 1))
-    assert (score.accept_length, score.positions, score.per_domain) == (1.0, 0, {})
+    assert (score.accept_length, score.positions, score.records) == (1.0, 0, ())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import io
 from pathlib import Path
@@ -22,6 +23,7 @@ from draftloop.drafters.eagle3_loss import TttObjective, TttSettings, eagle3_los
 from draftloop.drafters.metrics import expected_accepted_length, prepare_holdout
 from draftloop.drafters.online import OnlineSettings, OnlineTrainer, StepReport
 from draftloop.drafters.target import FrozenTarget
+from draftloop.drafters.vocab import move_vocab
 
 from .conftest import DFLASH, EAGLE1, TINY, make_record, shaken
 
@@ -66,6 +68,42 @@ def test_loading_copies_the_saved_state(draft_ids: torch.Tensor, frozen: FrozenT
     before = first.candidate_state_dict()
     _steps(second, 2)
     assert all(torch.equal(first.candidate_state_dict()[name], tensor) for name, tensor in before.items())
+
+
+def test_another_vocabulary_keeps_what_was_learned_of_kept_tokens(
+    draft_ids: torch.Tensor, frozen: FrozenTarget
+) -> None:
+    trainer = _trainer(draft_ids, frozen)
+    _steps(trainer, 4)
+    new_ids = torch.tensor([0, 1, 2, 5, 8, 9, 11, 17, 19, 23, 27])
+    old, was = draft_ids.tolist(), trainer.candidate_state_dict()["lm_head.weight"]
+    weight = trainer.drafter.lm_head.weight.detach().clone()
+    moments = [t.clone() for t in trainer.state_dict()["optimizer"]["state"].values() for t in t.values()]
+    trainer.change_vocabulary(move_vocab(draft_ids, new_ids))
+    assert torch.equal(trainer.drafter.draft_ids(), new_ids)
+    average = trainer.candidate_state_dict()["lm_head.weight"]
+    after = [t for t in trainer.state_dict()["optimizer"]["state"].values() for t in t.values()]
+    head_sized = [(a, b) for a, b in zip(moments, after, strict=True) if a.shape == weight.shape]
+    assert len(head_sized) == 2
+    for place, token in enumerate(new_ids.tolist()):
+        kept = token in old
+        row = old.index(token) if kept else 0
+        assert torch.equal(trainer.drafter.lm_head.weight[place], weight[row] if kept else frozen.lm_head[token])
+        assert torch.equal(average[place], was[row] if kept else frozen.lm_head[token])
+        for before, moved in head_sized:
+            assert torch.equal(moved[place], before[row] if kept else torch.zeros(weight.shape[1]))
+    # The loss is taught by the new map's rows of the target, as in a trainer that was born with it.
+    assert torch.equal(trainer.target.draft_head, frozen.lm_head[new_ids])
+    twin = copy.deepcopy(trainer.drafter)
+    born = OnlineTrainer(twin, FrozenTarget.of(frozen.embedding, frozen.lm_head, new_ids), SETTINGS, seed=5)
+    batch = collate(RECORDS[:2], 12, "cpu")
+    assert trainer.step(batch).loss == born.step(batch).loss
+
+
+def test_only_a_vocabulary_of_its_own_can_change(whole: FrozenTarget) -> None:
+    trainer = OnlineTrainer(Eagle1Drafter.untrained(EAGLE1, seed=1), whole, SETTINGS, seed=5)
+    with pytest.raises(TypeError, match="no draft vocabulary"):
+        trainer.change_vocabulary(move_vocab(torch.tensor([1]), torch.tensor([2])))
 
 
 def test_warm_up_then_constant(draft_ids: torch.Tensor, frozen: FrozenTarget) -> None:

@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftloop.core.errors import CheckpointError, ConfigError
-from draftloop.drafters.vocab import build_draft_vocab, count_tokens, ids_from_offsets, offsets_from_ids
+from draftloop.drafters.vocab import (
+    build_draft_vocab,
+    count_tokens,
+    coverage,
+    ids_from_offsets,
+    move_vocab,
+    offsets_from_ids,
+)
 
 
 def test_most_frequent_with_ties_and_fill_to_the_lower_id() -> None:
@@ -41,3 +48,28 @@ def test_wrong_sizes_are_refused() -> None:
         build_draft_vocab(torch.zeros(4), 1, always=[0, 1])
     with pytest.raises(ConfigError, match="do not fit"):
         build_draft_vocab(torch.zeros(4), 2, always=[4])
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.data())
+def test_a_move_carries_each_kept_tokens_row(data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, 12))
+    maps = st.lists(st.integers(0, 20), min_size=size, max_size=size, unique=True).map(sorted)
+    old, new = data.draw(maps), data.draw(maps)
+    move = move_vocab(torch.tensor(old), torch.tensor(new))
+    rows, fresh = torch.randn(size, 3), torch.randn(size, 3)
+    carried = move.carry(rows, fresh)
+    for place, token in enumerate(new):
+        assert bool(move.kept[place]) == (token in old)
+        assert torch.equal(carried[place], rows[old.index(token)] if token in old else fresh[place])
+
+
+def test_a_move_keeps_the_size() -> None:
+    with pytest.raises(CheckpointError, match="2 tokens cannot become one of 3"):
+        move_vocab(torch.tensor([1, 2]), torch.tensor([1, 2, 3]))
+
+
+def test_coverage() -> None:
+    counts = torch.tensor([6, 0, 3, 1])
+    assert coverage(counts, torch.tensor([0, 3])) == 0.7
+    assert coverage(torch.zeros(4, dtype=torch.int64), torch.tensor([0])) == 1.0

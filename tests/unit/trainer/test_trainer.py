@@ -153,6 +153,38 @@ def test_records_in_candidate_out(target: TinyTarget, day0: Path, records: list[
     assert second.parent == "v1"
 
 
+def test_the_draft_vocabulary_follows_the_traffic(
+    target: TinyTarget, day0: Path, records: list[CaptureRecord], tmp_path: Path
+) -> None:
+    trainer = Trainer(target.folder, day0, CONFIG)
+    assert trainer.rebuild_vocabulary() is None, "without traffic there is nothing to follow"
+    trainer.add_records(records)
+    seen = trainer.take_observations()
+    assert trainer.take_observations() == []
+    assert [one.domain for one in seen] == [record.domain for record in records]
+    trainer.train_steps(3)
+    ids = set(ids_from_offsets(load_file(day0 / "model.safetensors")["d2t"]).tolist())
+    answers = [record.token_ids[record.prompt_len :].tolist() for record in records]
+    assert [one.unspoken for one in seen] == [sum(token not in ids for token in answer) for answer in answers]
+
+    change = trainer.rebuild_vocabulary()
+    assert change is not None
+    assert change.replaced > 0
+    assert change.coverage_after > change.coverage_before
+    trainer.add_records(records)
+    assert sum(one.unspoken for one in trainer.take_observations()) < sum(one.unspoken for one in seen)
+    assert trainer.rebuild_vocabulary() is None or change.coverage_after == 1.0
+
+    assert all(not report.skipped for report in trainer.train_steps(3))
+    assert trainer.compare() is not None
+    folder = trainer.save_candidate(tmp_path / "v1", "v1", {})
+    manifest = verify_checkpoint(folder, target_identity(target.folder), LAYER_IDS)
+    assert manifest.vocab_map_sha256 != Manifest.load(day0).vocab_map_sha256
+    new = set(ids_from_offsets(load_file(folder / "model.safetensors")["d2t"]).tolist())
+    assert len(new - ids) == change.replaced
+    assert target.model.config.eos_token_id in new
+
+
 def test_a_trainer_goes_on_with_the_records_of_the_last_one(
     target: TinyTarget, day0: Path, records: list[CaptureRecord], tmp_path: Path
 ) -> None:

@@ -189,6 +189,10 @@ class ReplayBuffer:
         else:
             self._journal.commit(entry)
 
+    def training(self) -> list[CaptureRecord]:
+        """The records of the training side, oldest first."""
+        return [kept.record for kept in self._training.records]
+
     def sample(self, num_tokens: int) -> list[Kept]:
         """Training records, recent ones more often, no record twice, until `num_tokens` are reached or all are in.
 

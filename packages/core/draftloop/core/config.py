@@ -121,8 +121,30 @@ class GateConfig(_Section):
 
     every_seconds: float = Field(90.0, gt=0.0)
     min_records: int = Field(4, ge=1)
-    min_gain: float = Field(0.01, description="smallest gain in expected accepted length")
+    min_gain: float = Field(0.01, description="what the lower bound of the gain in accepted length must exceed")
+    confidence: float = Field(0.9, gt=0.5, lt=1.0, description="of that lower bound, one-sided")
+    domain_floor: float = Field(0.05, ge=0.0, lt=1.0, description="largest share of its accepted length a domain loses")
     max_eval_tokens: int = Field(4096, ge=64)
+
+
+class DriftConfig(_Section):
+    """When the traffic counts as changed, and when training pauses."""
+
+    false_alarm_every: int = Field(1000, ge=20, description="windows between false alarms of a detector, on average")
+    window_steps: int = Field(64, ge=1, description="verification steps whose mean accepted length is one value")
+    window_tokens: int = Field(256, ge=1, description="generated tokens whose out-of-vocabulary share is one value")
+    window_requests: int = Field(64, ge=10, description="requests whose domain mix is compared with the first ones'")
+    patience: int = Field(4, ge=1, description="candidates in a row under gate.min_gain before training pauses")
+    rebuild_vocabulary: bool = Field(
+        False, description="let EAGLE-3's draft vocabulary follow the traffic; the servers must take a changed map"
+    )
+
+
+class MetricsConfig(_Section):
+    """The Prometheus exporter."""
+
+    host: str = Field("127.0.0.1", description="loopback; another address lets others on the network read the metrics")
+    port: int | None = Field(None, ge=1, le=65535, description="None = no exporter")
 
 
 class TrafficConfig(_Section):
@@ -132,6 +154,35 @@ class TrafficConfig(_Section):
     concurrency: int = Field(8, ge=1)
     max_new_tokens: int = Field(160, ge=1)
     temperature: float = Field(0.0, ge=0.0)
+
+
+class SimulateConfig(_Section):
+    """`draftloop simulate`: the fleet it models.
+
+    The defaults are estimates of an 8B target on cards of the H100's class: weights read at 2.7 TB/s, 800 TFLOP/s,
+    1,000 tokens of context. The learning curve's `half` is of the order that public online systems report.
+    """
+
+    seconds: float = Field(600.0, ge=10.0, description="simulated time")
+    clients_per_worker: int = Field(16, ge=1, description="requests in flight for each worker")
+    batch: int = Field(32, ge=1, description="requests that a worker runs at once")
+    answer_tokens: float = Field(800.0, gt=0.0)
+    base_ms: float = Field(6.0, ge=0.0, description="a step: what it takes whatever the batch")
+    request_ms: float = Field(0.05, ge=0.0, description="more for each request (its context)")
+    node_ms: float = Field(0.02, ge=0.0, description="more for each verified token")
+    level_ms: float = Field(0.6, ge=0.0, description="more for each draft level")
+    draft_ms: float = Field(0.01, ge=0.0, description="more for each request and draft level")
+    day0_accept_length: float = Field(2.0, ge=1.0)
+    best_accept_length: float = Field(2.8, ge=1.0, description="what training tends to")
+    half_tokens: float = Field(2.75e6, gt=0.0, description="trained tokens that bring half of the way there")
+    trainers: int = Field(1, ge=0, description="devices that train instead of serving")
+    trainer_tokens_per_s: float = Field(30e3, ge=0.0, description="of one of them")
+    sample_rate: float = Field(1.0, ge=0.0, le=1.0)
+    capture_bytes_per_token: float = Field(32768.0, ge=0.0, description="three fused layers and the last, H 4096, bf16")
+    drafter_mib: float = Field(800.0, ge=0.0)
+    gate_seconds: float = Field(30.0, gt=0.0)
+    swap_stall_ms: float = Field(100.0, ge=0.0)
+    swaps_at_once: int = Field(4, ge=1)
 
 
 class DemoConfig(_Section):
@@ -156,7 +207,10 @@ class Config(_Section):
     transport: TransportConfig = Field(default_factory=TransportConfig)
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     gate: GateConfig = Field(default_factory=GateConfig)
+    drift: DriftConfig = Field(default_factory=DriftConfig)
+    metrics: MetricsConfig = Field(default_factory=MetricsConfig)
     traffic: TrafficConfig = Field(default_factory=TrafficConfig)
+    simulate: SimulateConfig = Field(default_factory=SimulateConfig)
     demo: DemoConfig = Field(default_factory=DemoConfig)
 
 

@@ -1,4 +1,4 @@
-"""The one number the gate decides by: the expected accepted length on held-out records.
+"""The one number the gate decides by: the expected accepted length on held-out records, record by record.
 
 From every position t whose next token was known to the server, the drafter guesses the tokens t+2, t+3, ...
 exactly as in training: its own features, the target's tokens (a later guess only matters where the earlier ones
@@ -26,15 +26,44 @@ from draftloop.drafters.eagle3_loss import unroll_from
 from draftloop.drafters.target import FrozenTarget
 
 
+@dataclass(frozen=True, slots=True)
+class RecordScore:
+    """One record.  positions: how many were scored.  tokens: the sum of their accepted lengths, at least
+    `positions`; not a number where the drafter's logits are not."""
+
+    domain: str
+    positions: int
+    tokens: float
+
+
 @dataclass(frozen=True)
 class GateScore:
-    """accept_length: the mean over positions, at least 1.  per_step: share of positions where the step alone
-    agrees.  per_domain: domain -> (accept_length, positions).  positions: how many were scored."""
+    """records: one score each, in the order of the holdout, so that two drafters' scores pair up.
+    per_step: share of positions where the step alone agrees."""
 
-    accept_length: float
+    records: tuple[RecordScore, ...]
     per_step: tuple[float, ...]
-    per_domain: dict[str, tuple[float, int]]
-    positions: int
+
+    @property
+    def positions(self) -> int:
+        return sum(record.positions for record in self.records)
+
+    @property
+    def accept_length(self) -> float:
+        """The mean over positions, at least 1."""
+        return mean_accept_length(self.records)
+
+    @property
+    def per_domain(self) -> dict[str, float]:
+        """The accepted length of each domain."""
+        domains = sorted({record.domain for record in self.records})
+        return {name: mean_accept_length([r for r in self.records if r.domain == name]) for name in domains}
+
+
+def mean_accept_length(records: Sequence[RecordScore]) -> float:
+    """Tokens by position over all the records; 1 when nothing was scored."""
+    positions = sum(record.positions for record in records)
+    return sum(record.tokens for record in records) / positions if positions else 1.0
 
 
 @dataclass(frozen=True)
@@ -67,26 +96,25 @@ def expected_accepted_length(
     drafter: Drafter, holdout: Holdout, target: FrozenTarget, topk: Sequence[int]
 ) -> GateScore:
     """Score a drafter. topk: k_j of each step; all ones for a chain, what the tree explores for a tree."""
-    nothing = torch.zeros(len(topk), 0, dtype=torch.bool)
-    by_domain: dict[str, Tensor] = {}
+    records: list[RecordScore] = []
+    step_hits = torch.zeros(len(topk), dtype=torch.int64)
     for batch, domains, greedy in holdout.batches:
-        hits, row_of = _step_hits(drafter, batch, greedy, target, topk)
-        for row, domain in enumerate(domains):
-            by_domain[domain] = torch.cat((by_domain.get(domain, nothing), hits[:, row_of == row].cpu()), dim=1)
-    every = torch.cat((nothing, *by_domain.values()), dim=1)
-    positions = every.shape[1]
-    return GateScore(
-        accept_length=_accept_length(every),
-        per_step=tuple(float(step.sum()) / max(positions, 1) for step in every),
-        per_domain={name: (_accept_length(hits), hits.shape[1]) for name, hits in sorted(by_domain.items())},
-        positions=positions,
-    )
+        hits, sound, row_of = _step_hits(drafter, batch, greedy, target, topk)
+        step_hits += hits.sum(1).cpu()
+        # 1 + the number of leading hits.
+        length = torch.where(sound, 1.0 + hits.to(torch.int64).cumprod(0).sum(0), torch.nan)
+        positions = torch.bincount(row_of, minlength=len(domains)).tolist()
+        tokens = torch.zeros(len(domains), device=length.device).index_add(0, row_of, length)
+        records += map(RecordScore, domains, positions, tokens.tolist())
+    total = max(sum(record.positions for record in records), 1)
+    return GateScore(tuple(records), tuple(int(count) / total for count in step_hits))
 
 
 def _step_hits(
     drafter: Drafter, batch: Batch, greedy: Tensor, target: FrozenTarget, topk: Sequence[int]
-) -> tuple[Tensor, Tensor]:
-    """[steps, M] bool hits of the positions with a full horizon, and [M] the batch row of each.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[steps, M] bool hits of the positions with a full horizon, [M] bool whether all their logits are numbers, and
+    [M] the batch row of each.
 
     The first row that predicts a generated token teaches in training, but serving never drafts its token (the
     prefill gives it), so scoring begins one row later.
@@ -98,16 +126,10 @@ def _step_hits(
     whole = unrolled.taught.all(0)
     features = drafter.guess(batch, target, unrolled.positions, steps)
     draft_ids = drafter.draft_ids()
-    hits = []
+    hits, sound = [], []
     for feature, row, k in zip(features, unrolled.row, topk, strict=True):
         wanted = torch.gather(greedy, 1, row)[whole]
-        guesses = draft_ids[drafter.guess_logits(feature[whole], target).topk(k, dim=-1).indices]
-        hits.append((guesses == wanted[:, None]).any(-1))
-    return torch.stack(hits), whole.nonzero()[:, 0]
-
-
-def _accept_length(hits: Tensor) -> float:
-    """1 + the mean number of leading hits. hits: [steps, M] bool."""
-    if hits.shape[1] == 0:
-        return 1.0
-    return 1.0 + float(hits.to(torch.int64).cumprod(0).sum()) / hits.shape[1]
+        logits = drafter.guess_logits(feature[whole], target)
+        hits.append((draft_ids[logits.topk(k, dim=-1).indices] == wanted[:, None]).any(-1))
+        sound.append(logits.isfinite().all(-1))
+    return torch.stack(hits), torch.stack(sound).all(0), whole.nonzero()[:, 0]

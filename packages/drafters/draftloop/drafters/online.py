@@ -25,6 +25,7 @@ from draftloop.drafters.eagle3 import Eagle3Drafter
 from draftloop.drafters.eagle3_loss import TttObjective, TttSettings
 from draftloop.drafters.losses import Objective, Tally
 from draftloop.drafters.target import FrozenTarget
+from draftloop.drafters.vocab import VocabMove, offsets_from_ids
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,24 @@ class OnlineTrainer:
         for (name, _), average in zip(self.drafter.named_parameters(), self._average, strict=True):
             state[name].copy_(average)
         return state
+
+    @torch.no_grad()
+    def change_vocabulary(self, move: VocabMove) -> None:
+        """Go on with another draft vocabulary. A kept token keeps its head row, the row's average and its optimiser
+        state; a new one starts from the target's row, as on day 0. EAGLE-3 only: raises TypeError for others."""
+        if not isinstance(self.drafter, Eagle3Drafter):
+            raise TypeError(f"a {type(self.drafter).__name__} has no draft vocabulary of its own")
+        head = self.drafter.lm_head.weight
+        fresh = self.target.lm_head[move.ids].to(head.dtype)
+        place = next(i for i, parameter in enumerate(self._parameters) if parameter is head)
+        for rows in (head, self._average[place]):
+            rows.copy_(move.carry(rows, fresh))
+        for moment in self._optimizer.state[head].values():
+            if moment.shape == head.shape:
+                moment.copy_(move.carry(moment, torch.zeros_like(moment)))
+        self.drafter.d2t.copy_(offsets_from_ids(move.ids, self.drafter.config.vocab_size))
+        self.target = FrozenTarget.of(self.target.embedding, self.target.lm_head, move.ids)
+        self._objective = objective_of(self.drafter, self.target, self.settings)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a bit-exact resume needs, for `torch.save`."""

@@ -78,6 +78,12 @@ def read_target_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is not valid JSON; copy the checkpoint again") from None
 
 
+def end_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The end-of-sequence ids of a parsed `config.json`."""
+    ids = config.get("eos_token_id")
+    return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
+
+
 def load_target_weights(folder: Path) -> TargetWeights:
     """Read embedding, head, final norm and last layer, and nothing else, from an HF checkpoint folder."""
     layer = f"model.layers.{read_target_config(folder)['num_hidden_layers'] - 1}."

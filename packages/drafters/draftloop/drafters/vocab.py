@@ -10,6 +10,7 @@ A map is always held as sorted target ids [Vd]; offsets exist only as the buffer
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -43,6 +44,42 @@ def build_draft_vocab(counts: Tensor, size: int, always: Iterable[int] = ()) -> 
     rank = counts.to(torch.int64).clone()
     rank[kept] = torch.iinfo(torch.int64).max
     return torch.argsort(rank, descending=True, stable=True)[:size].sort().values
+
+
+@dataclass(frozen=True)
+class VocabMove:
+    """From one draft vocabulary to another of the same size.
+
+    ids: [Vd] int64, the new map.  kept: [Vd] bool, new draft ids whose token the old map had.  source: [Vd] int64, the
+    old draft id of a kept token (0 elsewhere).
+
+        old map     1   4   5   9
+        new map     1   5   7   9        kept  T T . T    source  0 2 0 3
+    """
+
+    ids: Tensor
+    kept: Tensor
+    source: Tensor
+
+    def carry(self, rows: Tensor, fresh: Tensor) -> Tensor:
+        """Rows [Vd, ...] of the old map in the new one's order, with those of `fresh` [Vd, ...] for new tokens."""
+        kept = self.kept.view(-1, *(1,) * (rows.dim() - 1))
+        return torch.where(kept, rows[self.source], fresh)
+
+
+def move_vocab(old: Tensor, new: Tensor) -> VocabMove:
+    """old, new: sorted target ids [Vd] of one length. Raises CheckpointError for another length."""
+    if len(old) != len(new):
+        raise CheckpointError(f"a draft vocabulary of {len(old)} tokens cannot become one of {len(new)}")
+    place = torch.searchsorted(old, new).clamp(max=len(old) - 1)
+    kept = old[place] == new
+    return VocabMove(new, kept, torch.where(kept, place, 0))
+
+
+def coverage(counts: Tensor, ids: Tensor) -> float:
+    """The share of counted tokens [V] that a draft vocabulary [Vd] holds; 1 when nothing was counted."""
+    total = int(counts.sum())
+    return int(counts[ids].sum()) / total if total else 1.0
 
 
 def check_draft_ids(ids: Tensor, vocab_size: int) -> None:

@@ -54,6 +54,7 @@ def accept_length_figure(run: RunEvents) -> Any | None:
     )
     _mark_swaps(fig, run, scale, labels=True)
     _mark_refusals(fig, run, scale)
+    _mark_drifts(fig, run, scale)
     # A day-0 drafter sits at 1.0: it must not lie on the axis, nor noise fill the picture.
     top = max(y for y in [*(p.accept_length for p in live), *(m.accept_length for m in measured)] if y is not None)
     fig.update_yaxes(title=_title("tokens per target step"), range=[0.85, max(2.0, top * 1.08)])
@@ -225,6 +226,19 @@ def _mark_refusals(fig: Any, run: RunEvents, scale: float) -> None:
             mode="markers",
             marker={"color": REFUSED, "size": 9, "symbol": "x"},
             text=[f"{r.version} refused {r.reason}".strip() for r in run.refused],
+            hovertemplate="%{text}<extra></extra>",
+        )
+
+
+def _mark_drifts(fig: Any, run: RunEvents, scale: float) -> None:
+    if run.drifts:
+        fig.add_scatter(
+            x=[d.t_s / scale for d in run.drifts],
+            y=[0.93] * len(run.drifts),
+            name="drift alarm",
+            mode="markers",
+            marker={"color": DAY0, "size": 10, "symbol": "triangle-up"},
+            text=[f"{d.signal.replace('_', ' ')}: {d.action.replace('_', ' ')}" for d in run.drifts],
             hovertemplate="%{text}<extra></extra>",
         )
 

@@ -46,6 +46,7 @@ from draftloop.generator.actor import GeneratorActor
 from draftloop.generator.prompts import Prompt, check_lengths, load_prompts, split
 from draftloop.generator.results import TrafficStats
 from draftloop.refresher.loop import Refresher
+from draftloop.refresher.metrics import Exporter, TrafficTotals, WorkerFigures
 from draftloop.sglang.server import free_port
 from draftloop.sglang.target import resolve_target
 from draftloop.trainer.day0 import make_untrained
@@ -89,7 +90,7 @@ def run_demo(config: Config, folder: RunFolder, resume: bool) -> Path:
     status: RunStatus = "failed"
     prepared = run.prepare(resume)
     try:
-        with LiveView(config.demo.minutes, prepared.target.name) as view, LocalRay() as cluster:
+        with run.exporter, LiveView(config.demo.minutes, prepared.target.name) as view, LocalRay() as cluster:
             run.view = view
             run.execute(prepared, cluster)
         status = "finished"
@@ -120,6 +121,7 @@ class DemoRun:
         self.results = Results()
         self.log = EventLog(folder.events)
         self.view: LiveView | None = None
+        self.exporter = Exporter(config.metrics)
         self._started = time.monotonic()
         self._phase = "preparing"
 
@@ -129,6 +131,7 @@ class DemoRun:
 
     def emit(self, kind: Any, **data: Any) -> None:
         self.log.emit(kind, **data)
+        self.exporter.event(kind, data)
         if self.view is not None:
             self.view.event(kind, data)
 
@@ -253,7 +256,10 @@ class DemoRun:
         self.results.tokens_captured = state.captured.tokens
         self.results.records_dropped = state.captured.records_dropped
         self.results.train_steps = state.train_steps
-        self.emit("progress", **meter.reading(self.now(), self._phase, traffic, state))
+        reading = meter.reading(self.now(), self._phase, traffic, state)
+        self.emit("progress", **reading)
+        worker = WorkerFigures("worker", state.serving, True, reading["tokens_per_s"], reading["accept_by_domain"])
+        self.exporter.observe(state, TrafficTotals(traffic.ok, traffic.failed, traffic.completion_tokens), [worker])
 
     def _plain(self, cluster: LocalRay, prepared: Prepared) -> None:
         worker, url = self._serve(cluster, prepared, "plain", None)

@@ -13,6 +13,7 @@ from draftloop.cli.data_commands import add_data_commands
 from draftloop.cli.run_folder import open_run_folder
 from draftloop.core.config import Config, dump_config, load_config, save_config
 from draftloop.core.errors import USER_ERROR_EXIT_CODE, DraftloopError
+from draftloop.core.summary import write_atomic
 
 INTERRUPTED_EXIT_CODE = 130
 
@@ -79,6 +80,29 @@ def print_config(
     """Print the resolved config as YAML: a start for your own draftloop.yaml."""
     try:
         typer.echo(dump_config(load_config(config, override or [])), nl=False)
+    except DraftloopError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(USER_ERROR_EXIT_CODE)
+
+
+@app.command()
+def simulate(
+    workers: Annotated[list[int] | None, typer.Option(help="Fleet size; may be repeated; default 8, 64, 1000.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the simulated answers' lengths.")] = 0,
+    markdown: Annotated[Path | None, typer.Option(help="Write the table and its assumptions to this file.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A draftloop.yaml; its `simulate` section is the fleet.")] = None,
+    override: Annotated[list[str] | None, typer.Option("--set", help="section.key=value; may be repeated.")] = None,
+) -> None:
+    """Predict what refreshing would bring a fleet: speed-up, break-even, network load."""
+    try:
+        settings = load_config(config, override or [])
+        from draftloop.cli.simulate import as_markdown, simulate_fleets
+
+        rows = simulate_fleets(settings, workers or [8, 64, 1000], seed)
+        text = as_markdown(settings, rows, seed)
+        typer.echo(text, nl=False)
+        if markdown is not None:
+            write_atomic(markdown, text)
     except DraftloopError as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(USER_ERROR_EXIT_CODE)

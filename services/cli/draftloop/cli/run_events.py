@@ -9,10 +9,13 @@ null, so that an older reader can show a newer run.
                  accept_by_domain {domain: value}, tokens_captured, records_dropped, train_steps, loss, version
                                                                        every 2 s or so
     train_step   t_s, step, loss, step_accuracy [per draft step], tokens                  sampled
-    candidate    t_s, version, gate_before, gate_after                 the gate looked at a candidate
-    promoted     t_s, version, gate_before, gate_after, reason
-    refused      t_s, version, gate_before, gate_after, reason
+    candidate    t_s, version, gate_before, gate_after, gain_bounds [low, high] or [], by_domain {domain: share gained},
+                 records, tokens_per_s_before, tokens_per_s_after (predicted)      the gate looked at a candidate
+    promoted, refused                                                  the same, and reason
     swap         t_s, version, stall_ms, checksum_ok, copy_ms          the candidate is in service
+    drift        t_s, signal, action, before, now                      see `draftloop.refresher.drift`
+    vocabulary_rebuilt   t_s, replaced, coverage_before, coverage_after
+    training_paused, training_resumed   t_s, reason
     measured     t_s, what ("plain" | "day0" | "mid" | "final"), accept_length, by_domain, tokens_per_s
 
 Gate values are expected accepted lengths on held-out recent records: before = serving drafter, after =
@@ -86,6 +89,15 @@ class SwapData(_Data):
     copy_ms: float | None = None
 
 
+class DriftData(_Data):
+    """A drift alarm. before, now: the signal's level before it and at it."""
+
+    signal: str
+    action: str = ""
+    before: float | None = None
+    now: float | None = None
+
+
 class MeasuredData(_Data):
     """A measurement on the held-out prompts."""
 
@@ -108,6 +120,7 @@ class RunEvents:
     promoted: list[GateData] = field(default_factory=list)
     refused: list[GateData] = field(default_factory=list)
     swaps: list[SwapData] = field(default_factory=list)
+    drifts: list[DriftData] = field(default_factory=list)
     measured: list[MeasuredData] = field(default_factory=list)
     unreadable: int = 0
 
@@ -121,6 +134,7 @@ class RunEvents:
             self.promoted,
             self.refused,
             self.swaps,
+            self.drifts,
             self.measured,
         ]
         return max((item.t_s for group in groups for item in group), default=0.0)
@@ -151,6 +165,8 @@ def _add(run: RunEvents, event: Event) -> None:
             run.refused.append(GateData.model_validate(event.data))
         case "swap":
             run.swaps.append(SwapData.model_validate(event.data))
+        case "drift":
+            run.drifts.append(DriftData.model_validate(event.data))
         case "measured":
             run.measured.append(MeasuredData.model_validate(event.data))
         case _:

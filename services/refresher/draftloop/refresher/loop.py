@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,8 +18,11 @@ from draftloop.core.config import Config
 from draftloop.core.errors import DraftloopError
 from draftloop.drafters.online import StepReport
 from draftloop.fleet.worker import WorkerSwap
-from draftloop.refresher.gate import decide
+from draftloop.refresher.budget import SpeculationPolicy
+from draftloop.refresher.gate import Decision, decide
+from draftloop.refresher.watch import Said, Watch
 from draftloop.trainer.trainer import Comparison
+from draftloop.trainer.vocabulary import VocabularyChange
 
 TRAIN_SLICE_S = 2.0
 RECORDS_A_TURN = 64
@@ -42,6 +46,8 @@ class LoopState:
     buffer: Counts = field(default_factory=Counts)
     swaps: int = 0
     refused: int = 0
+    training: bool = True
+    speculating: bool = True
 
     @property
     def serving(self) -> str:
@@ -52,6 +58,7 @@ class Refresher:
     """Drives one worker and one trainer, both Ray actor handles. `turn` is called as long as the loop should run.
 
     checkpoints: folder that holds one folder a version. now: seconds since the run started, for events.
+    speculation: a measured cost model; without one nothing is said about tokens/s.
     """
 
     def __init__(
@@ -63,6 +70,7 @@ class Refresher:
         serving: str,
         emit: Emit,
         now: Callable[[], float],
+        speculation: SpeculationPolicy | None = None,
     ) -> None:
         self._worker = worker
         self._trainer = trainer
@@ -75,6 +83,7 @@ class Refresher:
         self._step_at_last_gate = 0
         self._queued: Any = None
         self._receipt: Receipt | None = None
+        self._watch = Watch(config, serving, speculation)
         self.state = LoopState(versions=[serving])
 
     def turn(self) -> None:
@@ -82,16 +91,40 @@ class Refresher:
         # The records go from worker to trainer through the transport; this process never holds them.
         delivery = self._worker.offer.remote(RECORDS_A_TURN, self._receipt)
         receipt = self._trainer.receive.remote(delivery)
+        seen = self._trainer.take_observations.remote()
         # One slice is always queued behind the running one, so that the trainer never waits for this loop.
-        running, self._queued = self._queued, self._trainer.train.remote(TRAIN_SLICE_S)
+        running, self._queued = self._queued, self._next_slice()
         self.state.captured = ray.get(self._worker.counts.remote())
         self._receipt = ray.get(receipt)
         self.state.buffer = self._receipt.counts
-        if running is not None:
-            self._note_steps(ray.get(running))
+        self._say(self._watch.traffic(ray.get(seen)))
+        if self._watch.rebuild_wanted:
+            self._rebuild_vocabulary()
+        self._note_steps([] if running is None else ray.get(running))
         if time.monotonic() >= self._next_gate:
             self.try_gate()
             self._next_gate = time.monotonic() + self._config.gate.every_seconds
+
+    def _next_slice(self) -> Any:
+        return self._trainer.train.remote(TRAIN_SLICE_S) if self._watch.training else None
+
+    def _say(self, events: list[Said]) -> None:
+        for event in events:
+            self._emit(event.kind, t_s=self._now(), **event.data)
+        self.state.training, self.state.speculating = self._watch.training, self._watch.speculating
+
+    def _rebuild_vocabulary(self) -> None:
+        change: VocabularyChange | None = ray.get(self._trainer.rebuild_vocabulary.remote())
+        self._watch.vocabulary_rebuilt()
+        if change is None:
+            return
+        self._emit(
+            "vocabulary_rebuilt",
+            t_s=self._now(),
+            replaced=change.replaced,
+            coverage_before=change.coverage_before,
+            coverage_after=change.coverage_after,
+        )
 
     def _note_steps(self, reports: list[StepReport]) -> None:
         if not reports:
@@ -122,9 +155,10 @@ class Refresher:
         version = f"v{self._next_version}"
         self._next_version += 1
         before, after = comparison.before, comparison.after
-        decision = decide(before, after, self._config.gate.min_gain)
-        gate = {"version": version, "gate_before": before.accept_length, "gate_after": after.accept_length}
+        decision = decide(before, after, self._config.gate, self._config.seed + self._next_version)
+        gate = self._gate_figures(version, comparison, decision)
         self._emit("candidate", t_s=self._now(), **gate)
+        self._say(self._watch.candidate(decision))
         if not decision.promote:
             self._refuse(gate, decision.reason)
             return
@@ -132,6 +166,21 @@ class Refresher:
         folder: Path = ray.get(self._trainer.save_candidate.remote(self._checkpoints / version, version, metrics))
         self._emit("promoted", t_s=self._now(), reason=decision.reason, **gate)
         self._swap(folder, version)
+
+    def _gate_figures(self, version: str, comparison: Comparison, decision: Decision) -> dict[str, Any]:
+        """What an event says about a candidate: lengths, bounds of the gain, change by domain, predicted tokens/s."""
+        before, after = comparison.before.accept_length, comparison.after.accept_length
+        gain = decision.gain
+        return {
+            "version": version,
+            "gate_before": before,
+            "gate_after": after,
+            "gain_bounds": [] if gain is None or not math.isfinite(gain.low) else [gain.low, gain.high],
+            "by_domain": decision.by_domain,
+            "records": comparison.records,
+            "tokens_per_s_before": self._watch.predicted_tokens_per_s(before),
+            "tokens_per_s_after": self._watch.predicted_tokens_per_s(after),
+        }
 
     def _refuse(self, gate: dict[str, Any], reason: str) -> None:
         self.state.refused += 1
@@ -144,6 +193,7 @@ class Refresher:
             self._emit("swap_failed", t_s=self._now(), version=version, reason=str(err))
             raise
         ray.get(self._trainer.promoted.remote(folder))
+        self._watch.new_drafter(version)
         self.state.versions.append(version)
         self.state.swaps += 1
         self._emit(

@@ -58,7 +58,7 @@ class Replay:
         before, after = comparison.before, comparison.after
         gate: dict[str, Any] = {"version": version, "gate_before": before.accept_length}
         gate["gate_after"] = after.accept_length
-        decision = decide(before, after, self._config.gate.min_gain)
+        decision = decide(before, after, self._config.gate, self._config.seed + self._next)
         self._emit("candidate", t_s=t_s, **gate)
         if not decision.promote:
             self._emit("refused", t_s=t_s, reason=decision.reason, **gate)

@@ -12,7 +12,7 @@ from draftloop.drafters.checkpoint import save_drafter
 from draftloop.drafters.dflash import DflashConfig, DflashDrafter
 from draftloop.drafters.drafter import Drafter
 from draftloop.drafters.eagle3 import Eagle3Config, Eagle3Drafter
-from draftloop.drafters.target import TargetWeights, load_target_weights, read_target_config, target_identity
+from draftloop.drafters.target import TargetWeights, end_ids, load_target_weights, read_target_config, target_identity
 from draftloop.drafters.vocab import build_draft_vocab, count_tokens
 
 
@@ -47,9 +47,7 @@ def _untrained_eagle3(
     size = min(config.draft_vocab_size, int(shape["vocab_size"]))
     drafter_config = Eagle3Config.for_target(shape, size, config.layer_ids, config.intermediate_size)
     counts = count_tokens(prompt_tokens, drafter_config.vocab_size)
-    end_ids = shape.get("eos_token_id") or []
-    always = [end_ids] if isinstance(end_ids, int) else end_ids
-    draft_ids = build_draft_vocab(counts, size, always)
+    draft_ids = build_draft_vocab(counts, size, end_ids(shape))
     return Eagle3Drafter.untrained(
         drafter_config, draft_ids, weights.lm_head, weights.norm, seed, last_layer=weights.last_layer
     )

@@ -17,6 +17,7 @@ import torch
 from draftloop.capture.buffer import ReplayBuffer
 from draftloop.capture.journal import JOURNAL_FOLDER, Journal, Kept
 from draftloop.capture.ledger import Counts
+from draftloop.capture.observation import Observation, observe
 from draftloop.capture.privacy import TAINT_REASON, Deletions, Subjects, load_redactor
 from draftloop.capture.transport import Delivery, Receipt, RecordTransport, TransportError
 from draftloop.core.config import Config
@@ -33,8 +34,9 @@ from draftloop.drafters.eagle3_loss import TttSettings
 from draftloop.drafters.layouts import build
 from draftloop.drafters.metrics import GateScore, expected_accepted_length, prepare_holdout
 from draftloop.drafters.online import OnlineSettings, OnlineTrainer, StepReport
-from draftloop.drafters.target import FrozenTarget, load_target_weights
+from draftloop.drafters.target import FrozenTarget, end_ids, load_target_weights, read_target_config
 from draftloop.trainer.ray_transport import make_transport
+from draftloop.trainer.vocabulary import VocabularyChange, rebuild, spoken_tokens
 
 _MIB = 1 << 20
 _HOUR_S = 3600.0
@@ -63,6 +65,7 @@ class Trainer:
             torch.set_num_threads(config.trainer.threads)
         self._redact = load_redactor(config.privacy.redactor, config.privacy.redactor_options)
         weights = load_target_weights(target)
+        self._end_ids = end_ids(read_target_config(target))
         self._serving, self._manifest = self._load(serving)
         self._target = FrozenTarget.of(weights.embedding, weights.lm_head, self._serving.draft_ids().cpu())
         self._target = self._target.to(self._device)
@@ -74,6 +77,8 @@ class Trainer:
         self._buffer = open_buffer(config, store)
         self._subjects = Subjects()
         self._lineage = Lineage()
+        self._observations: list[Observation] = []
+        self._spoken = spoken_tokens(self._trainer.drafter)
         self._transport: RecordTransport | None = None
         self._next_expiry = 0.0
         if store is not None:
@@ -104,6 +109,7 @@ class Trainer:
         if not self._buffer.has(source, sequence):
             wanted = list(self._admitted(records, received))
             self._buffer.add(wanted, received, dropped + len(records) - len(wanted), source, sequence)
+            self._observations += [observe(record, self._spoken) for record in wanted]
         return self._buffer.counts
 
     def receive(self, delivery: Delivery | None) -> Receipt:
@@ -147,6 +153,17 @@ class Trainer:
             step = hours * _HOUR_S * _RETENTION_STEP
             self._buffer.expire(now - hours * _HOUR_S + step)
             self._next_expiry = now + step
+
+    def take_observations(self) -> list[Observation]:
+        """What the records added since the last call say about the traffic."""
+        taken, self._observations = self._observations, []
+        return taken
+
+    def rebuild_vocabulary(self) -> VocabularyChange | None:
+        """Let the draft vocabulary follow the buffered answers; None when that changes nothing."""
+        change = rebuild(self._trainer, self._buffer.training(), self._end_ids, self._device)
+        self._spoken = spoken_tokens(self._trainer.drafter)
+        return change
 
     def train(self, seconds: float) -> list[StepReport]:
         """Optimiser steps for about `seconds`; none while there is nothing to learn from."""
