@@ -11,7 +11,7 @@ from draftloop.refresher.gate import decide
 
 
 def score(accept_length: float, positions: int = 500) -> GateScore:
-    return GateScore(accept_length, (0.5, 0.3), {"chat": (accept_length, positions)}, positions)
+    return GateScore(accept_length, (0.5, 0.3), (0.5, 0.2), {"chat": (accept_length, positions)}, positions)
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,10 @@ class DflashDrafter(Drafter):
         states = self.hidden_norm(self.fc(fused))
         now = torch.arange(start, start + fused.shape[1], device=fused.device)[None]
         cos, sin = self.shape.rope(now)
-        pairs = [cast(_Layer, layer).self_attn.keys_values(states, cos, sin) for layer in self.layers]
+        layers = [cast(_Layer, layer).self_attn for layer in self.layers]
+        # One product for all layers: a layer's own is too narrow to be fast.
+        shares = F.linear(states, torch.cat([layer.key_value_weight() for layer in layers])).chunk(len(layers), -1)
+        pairs = [layer.keys_values(share, cos, sin) for layer, share in zip(layers, shares, strict=True)]
         return Context(tuple(key for key, _ in pairs), tuple(value for _, value in pairs))
 
     def forward(self, context: Context, anchor_embeddings: Tensor, mask_embedding: Tensor, anchors: Tensor) -> Tensor:
@@ -206,20 +209,26 @@ class _Attention(nn.Module):
         self.q_norm = nn.RMSNorm(dim, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(dim, eps=config.rms_norm_eps)
 
-    def keys_values(self, states: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """states: [B, S, H], context rows or a normed block.  Returns [B, kv_heads, S, D] each."""
-        key = self.k_norm(self._heads(self.k_proj(states)))
-        return rotate(key, cos, sin), self._heads(self.v_proj(states))
+    def key_value_weight(self) -> Tensor:
+        """[2*kv_heads*D, H]"""
+        return torch.cat((self.k_proj.weight, self.v_proj.weight))
+
+    def keys_values(self, projected: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """projected: [B, S, 2*kv_heads*D], by `key_value_weight`.  Returns [B, kv_heads, S, D] each."""
+        key, value = projected.chunk(2, dim=-1)
+        return rotate(self.k_norm(self._heads(key)), cos, sin), self._heads(value)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """x: [B, A*N, H], the normed blocks.  seen: [B, A*N], context rows each query sees.  Returns [B, A*N, H]."""
-        query = rotate(self.q_norm(self._heads(self.q_proj(x))), cos, sin)
-        own_key, own_value = self.keys_values(x, cos, sin)
+        projected = F.linear(x, torch.cat((self.q_proj.weight, self.key_value_weight())))
+        width = len(self.q_proj.weight)
+        query = rotate(self.q_norm(self._heads(projected[..., :width])), cos, sin)
+        own_key, own_value = self.keys_values(projected[..., width:], cos, sin)
         attended = block_attention(query, seen, (key, value), (own_key, own_value), self.config.block_size)
         return cast(Tensor, self.o_proj(attended.transpose(1, 2).flatten(2)))
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:2], -1, self.config.head_dim).transpose(1, 2)
+        return x.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
 
 
 def block_attention(

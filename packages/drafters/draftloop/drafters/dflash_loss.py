@@ -18,9 +18,8 @@ from torch import Tensor
 
 from draftloop.drafters.batch import Batch
 from draftloop.drafters.dflash import DflashDrafter
-from draftloop.drafters.head_loss import head_loss
+from draftloop.drafters.head_loss import label_loss
 from draftloop.drafters.losses import Plan, Tally, mixed_precision, tally
-from draftloop.drafters.objectives import hard_cross_entropy
 from draftloop.drafters.target import FrozenTarget
 
 # Slots (over the batch) denoised together.
@@ -100,12 +99,8 @@ class DflashObjective:
         group = torch.nonzero(anchors.taught)[:, 2] - 1
         weights = (self._decay(mass.device) / mass)[group]
 
-        def row_loss(logits: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
-            own = labels[begin:end]
-            return hard_cross_entropy(logits, own), logits.detach().argmax(-1) == own
-
         features = self.drafter.readout(z[anchors.taught])
-        return tally(*head_loss(features, self.drafter.head(self.target), weights, row_loss), group, size - 1)
+        return tally(*label_loss(features, self.drafter.head(self.target), weights, labels), group, size - 1)
 
     def _decay(self, device: torch.device) -> Tensor:
         """[N-1]: the weights of slots 1, 2, ..."""

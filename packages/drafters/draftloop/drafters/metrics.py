@@ -29,10 +29,12 @@ from draftloop.drafters.target import FrozenTarget
 @dataclass(frozen=True)
 class GateScore:
     """accept_length: the mean over positions, at least 1.  per_step: share of positions where the step alone
-    agrees.  per_domain: domain -> (accept_length, positions).  positions: how many were scored."""
+    agrees.  survival: share where it and all steps before it agree.  per_domain: domain -> (accept_length,
+    positions).  positions: how many were scored."""
 
     accept_length: float
     per_step: tuple[float, ...]
+    survival: tuple[float, ...]
     per_domain: dict[str, tuple[float, int]]
     positions: int
 
@@ -78,6 +80,7 @@ def expected_accepted_length(
     return GateScore(
         accept_length=_accept_length(every),
         per_step=tuple(float(step.sum()) / max(positions, 1) for step in every),
+        survival=tuple(float(step.sum()) / max(positions, 1) for step in every.to(torch.int64).cumprod(0)),
         per_domain={name: (_accept_length(hits), hits.shape[1]) for name, hits in sorted(by_domain.items())},
         positions=positions,
     )

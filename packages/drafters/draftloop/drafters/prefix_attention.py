@@ -11,12 +11,14 @@ outlives its strip, in the forward pass or in the backward pass (the recomputati
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-# Scores alive at a time: 16 MiB in fp32.
-_STRIP_SCORES = 1 << 22
+# Scores alive at a time: 4 MiB in fp32. They are walked several times, so they should stay in a CPU's cache; and
+# the shorter a strip, the fewer hidden keys are multiplied.
+_STRIP_SCORES = 1 << 20
 
 
 def rope(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -69,12 +71,14 @@ class _PrefixAttention(torch.autograd.Function):
         grouped = _group(query, key)
         out = torch.empty_like(grouped)
         log_norm = grouped.new_empty(grouped.shape[:-1], dtype=_wide(query.dtype))
-        for strip, stop in _strips(grouped, visible, key):
-            scores = _scores(grouped[..., strip, :], visible[:, strip], key[:, :, :stop])
-            norm = scores.logsumexp(-1, keepdim=True)
-            log_norm[..., strip] = norm.squeeze(-1)
-            weights = scores.sub_(norm).exp_().to(query.dtype)
-            out[..., strip, :] = _by_rows(weights, value[:, :, :stop])
+        for strip in _strips(grouped, visible, key):
+            scores = _scores(grouped[..., strip.rows, :], visible, key, strip)
+            top = scores.amax(-1, keepdim=True)
+            weights = scores.sub_(top).exp_()
+            total = weights.sum(-1, keepdim=True)
+            log_norm[..., strip.rows] = (top + total.log()).squeeze(-1)
+            attended = _by_rows(weights.to(query.dtype), value[:, :, : strip.stop])
+            out[..., strip.rows, :] = attended / total
         ctx.save_for_backward(query, visible, key, value, out, log_norm)
         return out.flatten(1, 2), log_norm.flatten(1, 2)
 
@@ -88,16 +92,26 @@ class _PrefixAttention(torch.autograd.Function):
         grad_query = torch.empty_like(grouped)
         grad_key = torch.zeros_like(key, dtype=log_norm.dtype)
         grad_value = torch.zeros_like(value, dtype=log_norm.dtype)
-        for strip, stop in _strips(grouped, visible, key):
-            q, g = grouped[..., strip, :], grad_out[..., strip, :]
-            scores = _scores(q, visible[:, strip], key[:, :, :stop])
-            weights = scores.sub_(log_norm[..., strip, None]).exp_()
+        for strip in _strips(grouped, visible, key):
+            rows, stop = strip.rows, strip.stop
+            q, g = grouped[..., rows, :], grad_out[..., rows, :]
+            weights = _scores(q, visible, key, strip).sub_(log_norm[..., rows, None]).exp_()
             grad_value[:, :, :stop] += _by_columns(weights.to(g.dtype), g)
-            grad_weights = _by_rows(g, value[:, :, :stop].transpose(-1, -2))
-            grad_scores = (grad_weights - lost[..., strip, None]).mul_(weights).mul_(scale).to(q.dtype)
-            grad_query[..., strip, :] = _by_rows(grad_scores, key[:, :, :stop])
+            grad_weights = _by_rows(g, value[:, :, :stop].transpose(-1, -2)).to(weights.dtype)
+            grad_scores = grad_weights.sub_(lost[..., rows, None]).mul_(weights).to(q.dtype)
+            grad_query[..., rows, :] = _by_rows(grad_scores, key[:, :, :stop])
             grad_key[:, :, :stop] += _by_columns(grad_scores, q)
+        grad_query, grad_key = grad_query.mul_(scale), grad_key.mul_(scale)
         return grad_query.flatten(1, 2), None, grad_key.to(key.dtype), grad_value.to(value.dtype)
+
+
+@dataclass(frozen=True)
+class _Strip:
+    """Queries `rows`: every one of them sees the prefix rows before `start`, none sees those from `stop` on."""
+
+    rows: slice
+    start: int
+    stop: int
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -109,20 +123,21 @@ def _group(query: Tensor, key: Tensor) -> Tensor:
     return query.view(query.shape[0], key.shape[1], -1, *query.shape[2:])
 
 
-def _strips(grouped: Tensor, visible: Tensor, key: Tensor) -> Iterator[tuple[slice, int]]:
-    """Strips of queries, each with the number of prefix rows its queries see at most."""
+def _strips(grouped: Tensor, visible: Tensor, key: Tensor) -> Iterator[_Strip]:
     rows = grouped.shape[0] * grouped.shape[1] * grouped.shape[2]
     width = max(1, min(grouped.shape[3], _STRIP_SCORES // max(rows * key.shape[2], 1)))
-    most: list[int] = [int(strip.max()) for strip in torch.split(visible.cpu(), width, dim=1)]
-    for index, stop in enumerate(most):
-        yield slice(index * width, (index + 1) * width), stop
+    for index, strip in enumerate(torch.split(visible.cpu(), width, dim=1)):
+        yield _Strip(slice(index * width, (index + 1) * width), int(strip.min()), int(strip.max()))
 
 
-def _scores(query: Tensor, visible: Tensor, key: Tensor) -> Tensor:
-    """query: [B, kv, group, s, D].  visible: [B, s].  key: [B, kv, t, D].  Returns [B, kv, group, s, t]."""
-    scores = _by_rows(query * query.shape[-1] ** -0.5, key.transpose(-1, -2)).to(_wide(query.dtype))
-    hidden = torch.arange(key.shape[2], device=key.device) >= visible[:, None, None, :, None]
-    return scores.masked_fill_(hidden, -torch.inf)
+def _scores(query: Tensor, visible: Tensor, key: Tensor, strip: _Strip) -> Tensor:
+    """query: [B, kv, group, s, D] of the strip.  visible: [B, S].  Returns [B, kv, group, s, stop]."""
+    scores = _by_rows(query * query.shape[-1] ** -0.5, key[:, :, : strip.stop].transpose(-1, -2))
+    scores = scores.to(_wide(query.dtype))
+    columns = torch.arange(strip.start, strip.stop, device=key.device)
+    hidden = columns >= visible[:, None, None, strip.rows, None]
+    scores[..., strip.start :].masked_fill_(hidden, -torch.inf)
+    return scores
 
 
 def _by_rows(x: Tensor, y: Tensor) -> Tensor:
