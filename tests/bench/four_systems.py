@@ -308,7 +308,7 @@ def calibration(bench: Bench, drafter: Drafter, bins: int = 10) -> list[tuple[fl
     confidence, accepted = [], []
     target = bench.target_of(drafter)
     for batch, _, greedy in bench.holdout(drafter).batches:
-        unrolled = unroll_from(batch.generated, 1)
+        unrolled = unroll_from(batch.generated, batch.ends, 1)
         (feature,) = drafter.guess(batch, target, unrolled.positions, 1)
         taught = unrolled.taught[0]
         best = drafter.guess_logits(feature[taught], target).softmax(-1).topk(4, dim=-1)

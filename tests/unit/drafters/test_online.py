@@ -125,6 +125,28 @@ def test_accumulated_batches_are_one_large_batch(kind: str, frozen: FrozenTarget
         torch.testing.assert_close(tensor, states[1][1][name], rtol=1e-3, atol=2e-5)
 
 
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "dflash"])
+def test_packed_records_teach_as_one_at_a_time(kind: str, frozen: FrozenTarget, draft_ids: torch.Tensor) -> None:
+    """No row sees another record's: loss, accuracy and new weights are those of a step over records by themselves."""
+    layers = 2 if kind == "dflash" else 3
+    records = [make_record(6 + 3 * i, 1 + 2 * i, i, layers=layers) for i in range(5)]
+    packed = collate(records, 34, "cpu", packed=True)
+    assert len(packed.lengths) == 2
+    assert packed.num_tokens == sum(record.num_tokens for record in records)
+    alone = [collate([record], 34, "cpu") for record in records]
+    settings = OnlineSettings(feature=Eagle1Settings(noise=0.0))
+    results = []
+    for batches in ([packed], alone):
+        drafter, target = _of_kind(kind, frozen, draft_ids)
+        trainer = OnlineTrainer(drafter, target, settings, seed=0)
+        results.append(([trainer.step(*batches) for _ in range(3)], drafter.state_dict()))
+    for one, two in zip(results[0][0], results[1][0], strict=True):
+        assert (one.loss, one.grad_norm) == pytest.approx((two.loss, two.grad_norm), rel=1e-4)
+        assert (one.positions, one.tokens, one.step_accuracy) == (two.positions, two.tokens, two.step_accuracy)
+    for name, tensor in results[0][1].items():
+        torch.testing.assert_close(tensor, results[1][1][name], rtol=1e-3, atol=2e-5)
+
+
 def test_segments_give_the_whole_gradient(
     draft_ids: torch.Tensor, frozen: FrozenTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,8 +47,8 @@ def draw_anchors(batch: Batch, block_size: int, most: int, generator: torch.Gene
     """Up to `most` distinct anchors a sequence, sorted."""
     device = batch.generated.device
     # Row a of `generated` speaks about the token a+1, the label of slot 1.
-    eligible = batch.generated & (torch.arange(batch.generated.shape[1], device=device) + 1 < batch.lengths[:, None])
-    eligible[:, 0] = False
+    row = torch.arange(batch.generated.shape[1], device=device)
+    eligible = batch.generated & (row + 1 < batch.ends) & (row > batch.starts)
     lottery = torch.rand(eligible.shape, generator=generator).to(device).masked_fill(~eligible, 2.0)
     width = max(1, min(most, int(eligible.sum(1).max())))
     drawn = lottery.topk(width, dim=1, largest=False)
@@ -58,7 +58,7 @@ def draw_anchors(batch: Batch, block_size: int, most: int, generator: torch.Gene
     positions = positions.masked_fill(~real, 1)
     slot = positions.unsqueeze(-1) + torch.arange(block_size, device=device)
     told = torch.gather(batch.generated, 1, (slot - 1).clamp(max=batch.generated.shape[1] - 1).flatten(1))
-    taught = told.view_as(slot) & (slot < batch.lengths[:, None, None]) & real.unsqueeze(-1)
+    taught = told.view_as(slot) & (slot < batch.ends.gather(1, positions).unsqueeze(-1)) & real.unsqueeze(-1)
     taught[..., 0] = False
     return Anchors(positions, taught)
 

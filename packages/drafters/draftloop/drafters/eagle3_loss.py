@@ -76,17 +76,20 @@ class Unrolled:
             yield Unrolled(self.positions[:, part], self.row[:, :, part], self.taught[:, :, part])
 
 
-def unroll_from(teaches: Tensor, steps: int) -> Unrolled:
-    """Choose every position whose next row teaches. teaches: [B, T] bool."""
+def unroll_from(teaches: Tensor, ends: Tensor, steps: int) -> Unrolled:
+    """Choose every position whose next row teaches.
+
+    teaches: [B, T] bool.  ends: [B, T] int64, one past the last row of the record that row t belongs to.
+    """
     length = teaches.shape[1]
-    chosen = teaches[:, 1:]
+    chosen = teaches[:, 1:] & (ends[:, 1:] == ends[:, :-1])
     width = max(int(chosen.sum(1).max()), 1)
     # A stable sort moves the chosen positions to the front, in order.
     positions = torch.argsort(chosen.to(torch.uint8), dim=1, descending=True, stable=True)[:, :width]
     real = torch.gather(chosen, 1, positions)
     positions = positions * real
     row = positions + torch.arange(1, steps + 1, device=teaches.device)[:, None, None]
-    inside = row < length
+    inside = row < ends.gather(1, positions)
     row = row.clamp(max=length - 1)
     taught = torch.stack([torch.gather(teaches, 1, r) for r in row]) & inside & real
     return Unrolled(positions, row, taught)
@@ -104,7 +107,7 @@ class TttObjective:
     settings: TttSettings
 
     def plan(self, batch: Batch, generator: torch.Generator) -> Plan:
-        unrolled = unroll_from(batch.generated, self.settings.steps)
+        unrolled = unroll_from(batch.generated, batch.ends, self.settings.steps)
         return Plan(unrolled.taught.sum((1, 2)).float(), unrolled)
 
     def backward(self, batch: Batch, plan: Plan, mass: Tensor) -> Tally:
@@ -148,14 +151,13 @@ class TttObjective:
         return tally(*result, step, steps)
 
     def _prefix(self, batch: Batch) -> Prefix:
-        drafter = self.drafter
-        return drafter.prefix(drafter.states(batch), drafter.step_embeddings(batch, self.target, self.settings.steps))
+        return self.drafter.batch_prefix(batch, self.target, self.settings.steps)
 
 
 def eagle3_loss(drafter: RecurrentDrafter, batch: Batch, target: FrozenTarget, settings: TttSettings) -> TttLoss:
     """The loss of one batch by itself, with its graph."""
     objective = TttObjective(drafter, target, settings)
-    unrolled = unroll_from(batch.generated, settings.steps)
+    unrolled = unroll_from(batch.generated, batch.ends, settings.steps)
     mass = unrolled.taught.sum((1, 2)).float().clamp(min=1.0)
     parts = objective.loss(batch, unrolled, mass)
     counts = parts.counts.clamp(min=1.0)

@@ -97,7 +97,7 @@ def _step_hits(
     scored = batch.generated.clone()
     scored[:, 1:] &= batch.generated[:, :-1]
     steps = len(topk)
-    unrolled = unroll_from(scored, steps)
+    unrolled = unroll_from(scored, batch.ends, steps)
     whole = unrolled.taught.all(0)
     features = drafter.guess(batch, target, unrolled.positions, steps)
     draft_ids = drafter.draft_ids()

@@ -35,16 +35,18 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos.unsqueeze(1).to(x.dtype) + torch.cat((-high, low), dim=-1) * sin.unsqueeze(1).to(x.dtype)
 
 
-def prefix_attention(query: Tensor, visible: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Attend to the first `visible` rows of a prefix.
+def prefix_attention(
+    query: Tensor, first: Tensor, visible: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Attend to the prefix rows first <= t < visible, of which there is at least one.
 
-    query: [B, heads, S, D].  visible: [B, S] int64, at least 1.  key, value: [B, kv_heads, T, D].
+    query: [B, heads, S, D].  first, visible: [B, S] int64.  key, value: [B, kv_heads, T, D].
     Returns the attended values [B, heads, S, D] and the log-sum-exp of the scores [B, heads, S] (fp32 or fp64).
     """
     kind = query.device.type
     if torch.is_autocast_enabled(kind):
         query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
-    return _PrefixAttention.apply(query.contiguous(), visible, key, value)
+    return _PrefixAttention.apply(query.contiguous(), first, visible, key, value)
 
 
 def merge(out: Tensor, log_norm: Tensor, own_scores: Tensor, own_values: Tensor) -> Tensor:
@@ -66,25 +68,30 @@ def share_heads(x: Tensor, heads: int) -> Tensor:
 class _PrefixAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx, query: Tensor, visible: Tensor, key: Tensor, value: Tensor
+        ctx: torch.autograd.function.FunctionCtx,
+        query: Tensor,
+        first: Tensor,
+        visible: Tensor,
+        key: Tensor,
+        value: Tensor,
     ) -> tuple[Tensor, Tensor]:
         grouped = _group(query, key)
         out = torch.empty_like(grouped)
         log_norm = grouped.new_empty(grouped.shape[:-1], dtype=_wide(query.dtype))
-        for strip in _strips(grouped, visible, key):
-            scores = _scores(grouped[..., strip.rows, :], visible, key, strip)
+        for strip in _strips(grouped, first, visible, key):
+            scores = _scores(grouped[..., strip.rows, :], first, visible, key, strip)
             top = scores.amax(-1, keepdim=True)
             weights = scores.sub_(top).exp_()
             total = weights.sum(-1, keepdim=True)
             log_norm[..., strip.rows] = (top + total.log()).squeeze(-1)
-            attended = _by_rows(weights.to(query.dtype), value[:, :, : strip.stop])
+            attended = _by_rows(weights.to(query.dtype), value[:, :, strip.keys])
             out[..., strip.rows, :] = attended / total
-        ctx.save_for_backward(query, visible, key, value, out, log_norm)
+        ctx.save_for_backward(query, first, visible, key, value, out, log_norm)
         return out.flatten(1, 2), log_norm.flatten(1, 2)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, None, Tensor, Tensor]:
-        query, visible, key, value, out, log_norm = ctx.saved_tensors  # type: ignore[attr-defined]
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, None, None, Tensor, Tensor]:
+        query, first, visible, key, value, out, log_norm = ctx.saved_tensors  # type: ignore[attr-defined]
         grouped, scale = _group(query, key), query.shape[-1] ** -0.5
         grad_out, grad_norm = grads[0].view_as(out), grads[1].view_as(log_norm)
         # What every weight's gradient loses to the softmax, less what the log-sum-exp itself is asked for.
@@ -92,26 +99,26 @@ class _PrefixAttention(torch.autograd.Function):
         grad_query = torch.empty_like(grouped)
         grad_key = torch.zeros_like(key, dtype=log_norm.dtype)
         grad_value = torch.zeros_like(value, dtype=log_norm.dtype)
-        for strip in _strips(grouped, visible, key):
-            rows, stop = strip.rows, strip.stop
+        for strip in _strips(grouped, first, visible, key):
+            rows, keys = strip.rows, strip.keys
             q, g = grouped[..., rows, :], grad_out[..., rows, :]
-            weights = _scores(q, visible, key, strip).sub_(log_norm[..., rows, None]).exp_()
-            grad_value[:, :, :stop] += _by_columns(weights.to(g.dtype), g)
-            grad_weights = _by_rows(g, value[:, :, :stop].transpose(-1, -2)).to(weights.dtype)
+            weights = _scores(q, first, visible, key, strip).sub_(log_norm[..., rows, None]).exp_()
+            grad_value[:, :, keys] += _by_columns(weights.to(g.dtype), g)
+            grad_weights = _by_rows(g, value[:, :, keys].transpose(-1, -2)).to(weights.dtype)
             grad_scores = grad_weights.sub_(lost[..., rows, None]).mul_(weights).to(q.dtype)
-            grad_query[..., rows, :] = _by_rows(grad_scores, key[:, :, :stop])
-            grad_key[:, :, :stop] += _by_columns(grad_scores, q)
+            grad_query[..., rows, :] = _by_rows(grad_scores, key[:, :, keys])
+            grad_key[:, :, keys] += _by_columns(grad_scores, q)
         grad_query, grad_key = grad_query.mul_(scale), grad_key.mul_(scale)
-        return grad_query.flatten(1, 2), None, grad_key.to(key.dtype), grad_value.to(value.dtype)
+        return grad_query.flatten(1, 2), None, None, grad_key.to(key.dtype), grad_value.to(value.dtype)
 
 
 @dataclass(frozen=True)
 class _Strip:
-    """Queries `rows`: every one of them sees the prefix rows before `start`, none sees those from `stop` on."""
+    """Queries `rows` see no prefix row outside `keys`; of these, all see `common`."""
 
     rows: slice
-    start: int
-    stop: int
+    keys: slice
+    common: slice
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -123,20 +130,28 @@ def _group(query: Tensor, key: Tensor) -> Tensor:
     return query.view(query.shape[0], key.shape[1], -1, *query.shape[2:])
 
 
-def _strips(grouped: Tensor, visible: Tensor, key: Tensor) -> Iterator[_Strip]:
+def _strips(grouped: Tensor, first: Tensor, visible: Tensor, key: Tensor) -> Iterator[_Strip]:
     rows = grouped.shape[0] * grouped.shape[1] * grouped.shape[2]
     width = max(1, min(grouped.shape[3], _STRIP_SCORES // max(rows * key.shape[2], 1)))
-    for index, strip in enumerate(torch.split(visible.cpu(), width, dim=1)):
-        yield _Strip(slice(index * width, (index + 1) * width), int(strip.min()), int(strip.max()))
+    begins, stops = torch.split(first.cpu(), width, dim=1), torch.split(visible.cpu(), width, dim=1)
+    for index, (begin, stop) in enumerate(zip(begins, stops, strict=True)):
+        part = slice(index * width, (index + 1) * width)
+        keys, common = slice(int(begin.min()), int(stop.max())), slice(int(begin.max()), int(stop.min()))
+        yield _Strip(part, keys, common)
 
 
-def _scores(query: Tensor, visible: Tensor, key: Tensor, strip: _Strip) -> Tensor:
-    """query: [B, kv, group, s, D] of the strip.  visible: [B, S].  Returns [B, kv, group, s, stop]."""
-    scores = _by_rows(query * query.shape[-1] ** -0.5, key[:, :, : strip.stop].transpose(-1, -2))
+def _scores(query: Tensor, first: Tensor, visible: Tensor, key: Tensor, strip: _Strip) -> Tensor:
+    """query: [B, kv, group, s, D] of the strip.  first, visible: [B, S].  Returns [B, kv, group, s, len(keys)]."""
+    scores = _by_rows(query * query.shape[-1] ** -0.5, key[:, :, strip.keys].transpose(-1, -2))
     scores = scores.to(_wide(query.dtype))
-    columns = torch.arange(strip.start, strip.stop, device=key.device)
+    low, high, begin = strip.keys.start, strip.keys.stop, strip.common.start
+    if begin > low:
+        columns = torch.arange(low, min(begin, high), device=key.device)
+        hidden = columns < first[:, None, None, strip.rows, None]
+        scores[..., : len(columns)].masked_fill_(hidden, -torch.inf)
+    columns = torch.arange(max(strip.common.stop, low), high, device=key.device)
     hidden = columns >= visible[:, None, None, strip.rows, None]
-    scores[..., strip.start :].masked_fill_(hidden, -torch.inf)
+    scores[..., high - low - len(columns) :].masked_fill_(hidden, -torch.inf)
     return scores
 
 
