@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from tiny_llama import TinyTarget, random_prompts
 
@@ -38,7 +40,7 @@ DRAFTERS = {
 def probed(
     request: pytest.FixtureRequest, target: TinyTarget, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Served, Path]]:
-    """A server that drafts chains of STEPS tokens with a drafter whose every weight is random, and its probe's folder."""
+    """A server that drafts chains of STEPS tokens with a drafter of random weights, and its probe's folder."""
     folder = tmp_path_factory.mktemp(f"parity-{request.param}")
     chain = {"topk": 1, "num_steps": STEPS, "num_draft_tokens": STEPS + 1}
     config = Config.model_validate(
@@ -98,25 +100,20 @@ def our_logits(
     drafter: Drafter, target: FrozenTarget, served: Served, known: list[int], drafts: list[int]
 ) -> torch.Tensor:
     """[STEPS, Vd]: what our drafter says below the last of the known tokens, along the drafted path."""
-    states = served.target.states(known[:-1])
     rows = len(known) - 1
-    record = CaptureRecord(
-        request_id="", domain="", start=0, prompt_len=1, token_ids=torch.tensor(known[:-1]).int().numpy(),
-        fused=states_of(drafter, served, known[:-1]).numpy(), last_hidden=states.last_hidden.numpy(),
-    )  # fmt: skip
-    batch = collate([record], rows, "cpu")
-    # The rows after the known ones hold the drafted path; nothing may look at their states.
-    padded = [torch.nn.functional.pad(x, (0, 0, 0, STEPS)) for x in (batch.fused, batch.last_hidden)]
-    whole = torch.tensor([[*known, *drafts]])[:, : rows + STEPS]
-    batch = type(batch)(whole, padded[0], padded[1], batch.lengths, torch.zeros_like(whole, dtype=torch.bool))
-    features = drafter.guess(batch, target, torch.tensor([[rows - 1]]), STEPS)
+    fused, last_hidden = (F.pad(x, (0, 0, 0, STEPS)).numpy() for x in states_of(drafter, served, known[:-1]))
+    # The rows after the known ones hold the drafted path; nothing may look at their states, which are 0.
+    whole = np.array([*known, *drafts][: rows + STEPS], dtype=np.int32)
+    record = CaptureRecord("", "", 0, 1, whole, fused, last_hidden)
+    features = drafter.guess(collate([record], len(whole), "cpu"), target, torch.tensor([[rows - 1]]), STEPS)
     return torch.stack([drafter.guess_logits(feature[0, 0], target) for feature in features])
 
 
 @torch.no_grad()
-def states_of(drafter: Drafter, served: Served, tokens: list[int]) -> torch.Tensor:
-    out = served.target.model(torch.tensor([tokens]), output_hidden_states=True)
-    return torch.cat([out.hidden_states[layer + 1][0] for layer in drafter.shape.layer_ids], dim=-1)
+def states_of(drafter: Drafter, served: Served, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The fused and the final states of a plain forward."""
+    states = served.target.model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    return torch.cat([states[layer + 1][0] for layer in drafter.shape.layer_ids], dim=-1), states[-1][0]
 
 
 def test_draft_logits_are_those_of_the_server(probed: tuple[Served, Path]) -> None:
@@ -154,7 +151,7 @@ def place_of(drafter: Drafter, root: int, step: int, path: list[int]) -> tuple[i
 def assert_served(
     found: dict[tuple[int, int | None], list[torch.Tensor]], row: torch.Tensor, place: tuple[int, int | None], what: str
 ) -> None:
-    """One of the server's passes at this place (a place is computed again when a block is refused) gave these logits."""
+    """One of the server's passes at this place (it is computed again when a draft was refused) gave these logits."""
     assert place in found, f"{what}: the server computed nothing at {place}"
     distance = min(float((row - other).abs().max()) for other in found[place])
     assert distance <= 1e-4 * max(1.0, float(row.abs().max())), f"{what} at {place}: logits differ by {distance:.2e}"

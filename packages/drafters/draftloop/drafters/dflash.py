@@ -36,7 +36,6 @@ from draftloop.drafters.prefix_attention import prefix_attention, rotate, share_
 from draftloop.drafters.recurrent import Mlp
 from draftloop.drafters.target import FrozenTarget
 
-
 # The context rows each query sees, first <= t < stop: two [B, A*N] int64, at least one row each.
 Seen = tuple[Tensor, Tensor]
 

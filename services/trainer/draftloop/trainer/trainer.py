@@ -15,7 +15,7 @@ from draftloop.capture.buffer import Counts, ReplayBuffer
 from draftloop.core.config import Config
 from draftloop.core.manifest import Lineage, Manifest
 from draftloop.core.records import CaptureRecord
-from draftloop.drafters.batch import collate
+from draftloop.drafters.batch import Batch, collate
 from draftloop.drafters.checkpoint import load_any, save_drafter
 from draftloop.drafters.device import use_cuda
 from draftloop.drafters.dflash import DflashDrafter
@@ -23,6 +23,7 @@ from draftloop.drafters.dflash_loss import DflashSettings
 from draftloop.drafters.drafter import Drafter
 from draftloop.drafters.eagle3_loss import TttSettings
 from draftloop.drafters.layouts import build
+from draftloop.drafters.lessons import LessonSettings
 from draftloop.drafters.metrics import GateScore, expected_accepted_length, prepare_holdout
 from draftloop.drafters.online import OnlineSettings, OnlineTrainer, StepReport
 from draftloop.drafters.target import FrozenTarget, load_target_weights
@@ -53,6 +54,7 @@ class Trainer:
         self._target = self._target.to(self._device)
         drafter, _ = self._load(serving)
         self._trainer = OnlineTrainer(drafter, self._target, online_settings(config), config.seed)
+        self._trainer.guard(self._serving)
         capture = config.capture
         self._buffer = ReplayBuffer(
             capture.buffer_mib * _MIB, capture.domain_quota, capture.holdout_fraction, config.seed
@@ -82,12 +84,24 @@ class Trainer:
         reports: list[StepReport] = []
         settings = self._config.trainer
         while time.monotonic() < deadline:
-            records = self._buffer.sample(settings.batch_tokens)
-            if not records:
+            drawn = [self._buffer.sample(settings.batch_tokens) for _ in range(settings.accumulate)]
+            if not all(drawn):
                 break
-            batch = collate(records, settings.max_length, self._device, self._trainer.generator)
-            reports.append(self._trainer.step(batch))
+            reports.append(self._trainer.step(*(self._batch(records) for records in drawn)))
         return reports
+
+    def _batch(self, records: Sequence[CaptureRecord]) -> Batch:
+        """A record that another drafter than the serving one drafted has been learned from before."""
+        serving = self._manifest.version
+        settings = self._config.trainer
+        return collate(
+            records,
+            settings.max_length,
+            self._device,
+            self._trainer.generator,
+            packed=settings.packed,
+            replayed=lambda record: record.drafter_version not in ("", serving),
+        )
 
     def compare(self) -> Comparison | None:
         """Score the serving drafter and the candidate; None while too few records are held out."""
@@ -133,6 +147,7 @@ class Trainer:
     def promoted(self, folder: Path) -> None:
         """The checkpoint in `folder` serves now: later candidates are compared with it."""
         self._serving, self._manifest = self._load(folder)
+        self._trainer.guard(self._serving)
 
     def save_records(self, path: Path) -> None:
         """Keep the buffer on disk, so that a cut run loses none of its records."""
@@ -147,11 +162,13 @@ class Trainer:
 def online_settings(config: Config) -> OnlineSettings:
     trainer = config.trainer
     return OnlineSettings(
-        ttt=TttSettings(steps=trainer.ttt_steps, decay=trainer.ttt_decay),
+        ttt=TttSettings(steps=trainer.ttt_steps, decay=trainer.ttt_decay, divergence=trainer.divergence),
         # The paper's 4, 5 and 7 for blocks of 8, 10 and 16.
         block=DflashSettings(gamma=min(config.drafter.block_size / 2, 7.0)),
+        lessons=LessonSettings(refused_weight=trainer.refused_weight, guard_weight=trainer.guard_weight),
         learning_rate=trainer.learning_rate,
         warmup_steps=trainer.warmup_steps,
+        cosine_steps=trainer.cosine_steps,
         weight_decay=trainer.weight_decay,
         clip_norm=trainer.clip_norm,
         ema_decay=trainer.ema_decay,
