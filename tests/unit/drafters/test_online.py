@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import resource
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +25,7 @@ from draftloop.drafters.metrics import expected_accepted_length, prepare_holdout
 from draftloop.drafters.online import OnlineSettings, OnlineTrainer, StepReport
 from draftloop.drafters.target import FrozenTarget
 
-from .conftest import DFLASH, EAGLE1, TINY, make_record, shaken
+from .conftest import DFLASH, EAGLE1, HIDDEN, TINY, VOCAB, make_record, shaken
 
 SETTINGS = OnlineSettings(warmup_steps=3, ema_decay=0.9)
 RECORDS = [make_record(20, 5, seed) for seed in range(6)]
@@ -198,6 +200,33 @@ def test_two_processes_match_one_step_for_step(
             assert one.grad_norm == pytest.approx(two.grad_norm, rel=1e-4)
         for name, tensor in trainer.candidate_state_dict().items():
             torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=1e-6)
+
+
+def _long_step(length: int, pipe: Connection) -> None:
+    """Send what one EAGLE-3 step over `length` tokens adds to this process's memory, in MiB."""
+    torch.set_num_threads(1)
+    config = dataclasses.replace(TINY, num_heads=1, num_kv_heads=1, max_position_embeddings=length)
+    ids = torch.arange(config.draft_vocab_size)
+    frozen = FrozenTarget.of(torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB, HIDDEN), ids)
+    drafter = Eagle3Drafter.untrained(config, ids, frozen.lm_head, None, seed=0)
+    trainer = OnlineTrainer(drafter, frozen, OnlineSettings(ttt=TttSettings(steps=2)), seed=0)
+    trainer.step(collate([make_record(8, 2, 0)], 8, "cpu"))
+    batch = collate([make_record(length, 2, 0)], length, "cpu")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    report = trainer.step(batch)
+    assert report.positions > length
+    pipe.send((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+
+
+def test_memory_does_not_grow_with_the_square_of_the_length() -> None:
+    """One matrix of 16384 x 16384 scores would be 1 GiB."""
+    context = mp.get_context("fork")
+    here, there = context.Pipe()
+    process = context.Process(target=_long_step, args=(16384, there))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    assert here.recv() < 256
 
 
 def test_bfloat16_products_stay_near_single_precision(
