@@ -84,8 +84,8 @@ def _eagle3(
         raise CheckpointError("the drafter ties its head to the embedding, but its vocabulary is smaller: no such head")
     if ids and not all(0 <= i < depth - 1 for i in ids):
         raise CheckpointError(
-            f"the drafter reads layers {ids} of a {depth}-layer target; ids are outputs of layer i, from 0 to {depth - 2}: "
-            "an exporter that counts the embedding as layer 0 is off by one"
+            f"the drafter reads layers {ids} of a {depth}-layer target; ids are outputs of layer i, from 0 to "
+            f"{depth - 2}: an exporter that counts the embedding as layer 0 is off by one"
         )
     return Eagle3Config(**shape, layer_ids=tuple(ids) if ids else default_layer_ids(depth), draft_vocab_size=size)
 
@@ -120,13 +120,9 @@ def _speculators(raw: Mapping[str, Any], target: Mapping[str, Any]) -> Shape:
 def _speculators_dflash(raw: Mapping[str, Any], target: Mapping[str, Any]) -> DflashConfig:
     layer = raw["transformer_layer_config"]
     if raw.get("sample_from_anchor"):
-        raise CheckpointError(
-            "the drafter guesses from the anchor's own slot; SGLang's block starts with a known token"
-        )
+        raise CheckpointError("the drafter guesses from the anchor's own slot; in SGLang's block that token is known")
     if int(raw.get("draft_vocab_size", target["vocab_size"])) != int(target["vocab_size"]):
-        raise CheckpointError(
-            "a DFlash drafter of a smaller vocabulary is not supported: SGLang lends it the target's head"
-        )
+        raise CheckpointError("a DFlash drafter of a smaller vocabulary is not supported: its head is the target's")
     if "sliding_attention" in layer.get("layer_types", ()):
         raise CheckpointError("the drafter has sliding-window layers, which are not supported")
     dflash = {"target_layer_ids": raw.get("aux_hidden_state_layer_ids"), "block_size": raw.get("block_size", 8)}
@@ -169,9 +165,7 @@ def _check_embedding(folder: Path, tensors: Mapping[str, Tensor], embedding: Ten
         if name.endswith("embed_tokens.weight") and not (
             tensor.shape == embedding.shape and torch.allclose(tensor.float(), embedding, rtol=_ROUNDING, atol=1e-6)
         ):
-            raise CheckpointError(
-                f"{folder}: {name} is not the target's embedding; it would be fed other numbers than in training"
-            )
+            raise CheckpointError(f"{folder}: {name} is not the target's embedding: trained on another, or never set")
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
