@@ -10,7 +10,7 @@ the amount of training data, what each objective brings at equal training tokens
 confidence against acceptance.
 
 A stage is one drafter; its results go to `WORK/results.json`, and a run that was cut goes on where it stopped.
-Figures go to `WORK/*.png`. The last line is JSON.
+Figures go to `WORK/*.png` (`four_figures.py` makes them, and the tables, from results.json). The last line is JSON.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from four_figures import draw_figures
+from four_objectives import objective_stages
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftloop.core.records import CaptureRecord
@@ -290,7 +292,9 @@ def plain_speed(bench: Bench) -> dict[str, float]:
     for answer in bench.test:
         prompt = answer.tokens[: answer.prompt_len]
         tokens += len(decode_plainly(CachedTarget(bench.model, ()), prompt, bench.args.new, bench.ends))
-    return {"tokens_per_s": round(tokens * bench.args.threads / (time.process_time() - begin), 2)}
+    seconds = (time.process_time() - begin) / bench.args.threads
+    said = sum(len(answer.tokens) - answer.prompt_len for answer in bench.train)
+    return {"tokens_per_s": round(tokens / seconds, 2), "train_tokens": said}
 
 
 def growth(bench: Bench, kind: str, part: int) -> dict[str, Any]:
@@ -370,6 +374,9 @@ def main() -> None:
     for kind in ("eagle3", "no-ttt", "eagle1"):
         for part in (16, 4):
             results.stage(f"{kind} on 1/{part}", partial(growth, bench, kind, part))
+    for name, run in objective_stages(bench).items():
+        results.stage(name, run)
+    draw_figures(results.found, args.work)
     print(json.dumps(results.found))
 
 
