@@ -1,22 +1,25 @@
 """One training step of EAGLE-3 (7 steps unrolled) and of DFlash (blocks of 16), beside the public trainers.
 
-    python tests/bench/train_step.py                       small shapes, minutes
-    python tests/bench/train_step.py --hidden 576 1024 --lengths 512 2048 --steps 5
+    python tests/bench/train_step.py             H 576 and 1024, T 512 and 2048: under 10 minutes on an idle core
+    python tests/bench/train_step.py --quick     H 576, T 512
 
-`speculators` and `specforge` come from PyPI without their dependencies into a throw-away folder (uv or pip), and run
-with the attention that a CPU has: SDPA. Every measurement is a process of its own: same shapes, dtype, optimiser,
-threads, and loss mask (the first `--prompt-share` of the rows is prompt). Tokens a second is the best of `--steps`
-steps, on a CPU by processor time over threads, which a busy machine disturbs less than the clock on the wall; memory
-is what the steps add to the resident set (on a GPU: the allocator's peak). The last line is JSON:
+`speculators` and `specforge` come from PyPI without their dependencies into a throw-away folder (uv), and run with the
+attention that a CPU has: SDPA. Each of the three is a process of its own, with the same shapes, dtype, optimiser,
+threads and loss mask (the first `--prompt-share` of the rows is prompt). They take turns, one step each: a round.
+The first round warms up. A step's time is processor time over threads, which a busy machine disturbs less than the
+clock on the wall; a ratio is taken within a round, and the median over the rounds counts. Memory is what the steps
+add to the resident set (on a GPU: the allocator's peak). The last line is JSON:
 
     eagle3_ratio, dflash_ratio    ours over the faster of the two, tokens/s, the worst of the shapes
     memory_ratio                  ours over the leaner of the two, the worst of the shapes
+    eagle3_32k                    with --long: MiB of one step over 32768 tokens of H 576, and its seconds
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import resource
@@ -26,6 +29,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 VOCAB, LAYERS, BLOCK, TTT_STEPS, TARGET_LAYERS = 49152, 3, 16, 7, 30
@@ -45,7 +49,8 @@ def shape_of(hidden: int) -> dict[str, Any]:
 # --- one measurement, in its own process -------------------------------------------------------------------------
 
 
-def child(case: dict[str, Any]) -> dict[str, Any]:
+def child(case: dict[str, Any]) -> None:
+    """Build, then make one step for every line read, and say in a JSON line what it took."""
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     import torch
 
@@ -54,13 +59,18 @@ def child(case: dict[str, Any]) -> dict[str, Any]:
     step = BUILDERS[case["who"], case["what"]](case)
     reset_peak()
     before = resident_mib("VmRSS")
-    seconds = []
-    for _ in range(case["steps"]):
+    say({"built": case["who"]})
+    for _ in sys.stdin:
         begin = now()
         loss = step()
-        seconds.append((now() - begin) / case["threads"])
-    used = torch.cuda.max_memory_allocated() / 2**20 if torch.cuda.is_available() else resident_mib("VmHWM") - before
-    return {"tokens_per_s": case["length"] / min(seconds), "mib": used, "loss": loss, "seconds": min(seconds)}
+        seconds = (now() - begin) / case["threads"]
+        on_gpu = torch.cuda.is_available()
+        used = torch.cuda.max_memory_allocated() / 2**20 if on_gpu else resident_mib("VmHWM") - before
+        say({"mib": used, "loss": loss, "seconds": seconds})
+
+
+def say(line: dict[str, Any]) -> None:
+    print(json.dumps(line), flush=True)
 
 
 def now() -> float:
@@ -95,7 +105,8 @@ def device() -> str:
 def ours(case: dict[str, Any]) -> Callable[[], float]:
     import torch
 
-    from draftloop.drafters.batch import Batch
+    from draftloop.core.records import CaptureRecord
+    from draftloop.drafters.batch import collate
     from draftloop.drafters.dflash import DflashConfig, DflashDrafter
     from draftloop.drafters.dflash_loss import DflashSettings
     from draftloop.drafters.drafter import Drafter
@@ -118,11 +129,12 @@ def ours(case: dict[str, Any]) -> Callable[[], float]:
     frozen = FrozenTarget.of(embedding, head, ids).to(device())
     trainer = OnlineTrainer(drafter.to(device()), frozen, settings, seed=0)
     width = len(drafter.shape.layer_ids) * hidden
-    batch = Batch(
-        torch.randint(0, VOCAB, (1, length)), torch.randn(1, length, width), torch.randn(1, length, hidden),
-        torch.tensor([length]), loss_mask(case).bool(),
+    record = CaptureRecord(
+        request_id="", domain="", start=0, prompt_len=1 + int((loss_mask(case) == 0).sum()),
+        token_ids=torch.randint(0, VOCAB, (length,), dtype=torch.int32).numpy(),
+        fused=torch.randn(length, width).numpy(), last_hidden=torch.randn(length, hidden).numpy(),
     )  # fmt: skip
-    batch = Batch(*(x.to(device()) for x in vars(batch).values()))
+    batch = collate([record], length, device())
     return lambda: trainer.step(batch).loss
 
 
@@ -304,25 +316,24 @@ def shares(case: dict[str, Any]) -> dict[str, float]:
     torch.set_num_threads(case["threads"])
     hidden, length = case["hidden"], case["length"]
     shape = Shape(**shape_of_target(shape_of(hidden)), layer_ids=())
-    x = torch.randn(length, hidden, requires_grad=True)
+    taught = int(length * (1 - case["prompt_share"]))
+    x = torch.randn(taught, hidden, requires_grad=True)
     head = (torch.randn(case["draft_vocab"], hidden) * 0.02).requires_grad_()
-    last, mlp = torch.randn(length, hidden), Mlp(shape)
-    query, key, value = (
-        torch.randn(1, n, length, 64, requires_grad=True)
-        for n in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
-    )
-    visible = torch.arange(1, length + 1)[None]
+    last, mlp = torch.randn(taught, hidden), Mlp(shape)
+    query = torch.randn(1, shape.num_heads, taught, 64, requires_grad=True)
+    key, value = (torch.randn(1, shape.num_kv_heads, length, 64, requires_grad=True) for _ in range(2))
+    first, visible = torch.zeros(1, taught, dtype=torch.int64), torch.arange(length - taught, length)[None] + 1
 
     def head_step() -> Any:
         def row_loss(logits: Any, begin: int, end: int) -> Any:
             probs = (last[begin:end] @ head.detach().T).softmax(-1)
             return soft_cross_entropy(logits, probs), logits.argmax(-1) == 0
 
-        return head_loss(x, head, torch.full((length,), 1 / length), row_loss)[0]
+        return head_loss(x, head, torch.full((taught,), 1 / taught), row_loss)[0]
 
     parts = {
         "head": lambda: head_step(),
-        "attention": lambda: prefix_attention(query, visible, key, value)[0].sum(),
+        "attention": lambda: prefix_attention(query, first, visible, key, value)[0].sum(),
         "mlp": lambda: mlp(x).sum(),
     }
     seconds = {}
@@ -342,7 +353,7 @@ def shares(case: dict[str, Any]) -> dict[str, float]:
     return {**seconds, "roofline_gflops": 2 * 1024**3 / min(times) / 1e9}
 
 
-def step_gflop(hidden: int, length: int, draft_vocab: int) -> float:
+def step_gflop(hidden: int, length: float, draft_vocab: int) -> float:
     """The products of one EAGLE-3 step, forward and backward (three times the forward), in 1e9 operations."""
     shape = shape_of(hidden)
     heads, kv, mlp = shape["num_attention_heads"], shape["num_key_value_heads"], shape["intermediate_size"]
@@ -363,68 +374,117 @@ def install(folder: Path) -> None:
             subprocess.run([*command, *packages], check=True, stdout=subprocess.DEVNULL)
 
 
-def measure(case: dict[str, Any], rivals: Path) -> dict[str, Any] | None:
-    env = {**os.environ}
-    if case["who"] in RIVALS:
-        env["PYTHONPATH"] = str(rivals / case["who"])
-    command = [sys.executable, str(Path(__file__).resolve()), "--child", json.dumps(case)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    if done.returncode != 0:
-        print(f"  {case['who']} {case['what']} failed: {done.stderr.strip().splitlines()[-1]}", flush=True)
-        return None
-    return dict(json.loads(done.stdout.strip().splitlines()[-1]))
+class Contestant:
+    """One of the three at one case, in a process of its own, waiting for its turn."""
+
+    def __init__(self, case: dict[str, Any], who: str, rivals: Path) -> None:
+        env = {**os.environ}
+        if who in RIVALS:
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(rivals / who), env.get("PYTHONPATH")]))
+        command = [sys.executable, str(Path(__file__).resolve()), "--child", json.dumps({**case, "who": who})]
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
+        self._process = subprocess.Popen(
+            command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True
+        )
+        self.name, self.seconds, self.mib, self.loss = who, [], 0.0, 0.0
+
+    def answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                return dict(json.loads(line))
+        self._log.seek(0)
+        last = (self._log.read().strip().splitlines() or ["it said nothing"])[-1]
+        raise RuntimeError(f"{self.name} failed: {last}")
+
+    def step(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        made = self.answer()
+        self.seconds.append(made["seconds"])
+        self.mib, self.loss = made["mib"], made["loss"]
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def play(case: dict[str, Any], who: list[str], args: argparse.Namespace) -> list[Contestant]:
+    """Rounds of one step each, until `--rounds` are made or, after two, `--seconds` are over."""
+    contestants = [Contestant(case, name, args.rivals) for name in who]
+    try:
+        for contestant in contestants:
+            contestant.answer()
+        begin = time.monotonic()
+        for number in range(1 + args.rounds):
+            for contestant in contestants:
+                contestant.step()
+            if number >= 2 and time.monotonic() - begin > args.seconds:
+                break
+    finally:
+        for contestant in contestants:
+            contestant.close()
+    return contestants
+
+
+def compare(case: dict[str, Any], args: argparse.Namespace) -> tuple[float, float]:
+    """Ours against the better rival: tokens/s, by the median round, and memory."""
+    mine, *rivals = play(case, ["ours", *RIVALS], args)
+    print(f"{case['what']} H={case['hidden']} T={case['length']}, {len(mine.seconds) - 1} rounds")
+    for one in (mine, *rivals):
+        rate = case["length"] / median(one.seconds[1:])
+        print(f"  {one.name:12} {rate:9.1f} tokens/s  {one.mib:8.0f} MiB  loss {one.loss:.3f}")
+    rounds = zip(*(one.seconds[1:] for one in rivals), mine.seconds[1:], strict=True)
+    ratio = median(min(others) / own for *others, own in rounds)
+    memory = mine.mib / min(one.mib for one in rivals)
+    print(f"  ratio {ratio:.2f}, memory {memory:.2f}", flush=True)
+    if case["what"] == "eagle3" and device() == "cpu":
+        parts, seconds = shares(case), median(mine.seconds[1:])
+        roof = parts.pop("roofline_gflops")
+        rate = step_gflop(case["hidden"], case["length"] * (1 - case["prompt_share"]), case["draft_vocab"]) / seconds
+        split = ", ".join(f"{name} {part / seconds:.0%}" for name, part in parts.items())
+        print(f"  ours: {split}; {rate:.1f} of {roof:.1f} GFLOP/s", flush=True)
+    return ratio, memory
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--hidden", type=int, nargs="+", default=[576])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[512])
+    parser.add_argument("--hidden", type=int, nargs="+", default=[576, 1024])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048])
     parser.add_argument("--what", nargs="+", default=["eagle3", "dflash"])
-    parser.add_argument("--who", nargs="+", default=["ours", *RIVALS])
     parser.add_argument("--draft-vocab", type=int, default=4096)
     parser.add_argument("--anchors", type=int, default=16)
     parser.add_argument("--prompt-share", type=float, default=1 / 3)
-    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5, help="at most, the warm-up aside")
+    parser.add_argument("--seconds", type=float, default=45.0, help="of a shape, after which two rounds are enough")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rivals", type=Path, default=Path(tempfile.gettempdir()) / "rivals")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--long", action="store_true", help="only one EAGLE-3 step over 32768 tokens of H 576")
     parser.add_argument("--child", type=json.loads)
     args = parser.parse_args()
     if args.child:
-        print(json.dumps(child(args.child)))
+        child(args.child)
         return
+    common = {"draft_vocab": args.draft_vocab, "anchors": args.anchors, "threads": args.threads}
+    if args.long:
+        case = {"what": "eagle3", "hidden": 576, "length": 32768, "prompt_share": 0.0, **common}
+        args.rounds = 0
+        (only,) = play(case, ["ours"], args)
+        print(json.dumps({"eagle3_32k": {"mib": round(only.mib), "seconds": round(only.seconds[0], 1)}}))
+        return
+    if args.quick:
+        args.hidden, args.lengths, args.rounds = args.hidden[:1], args.lengths[:1], 3
     install(args.rivals)
-    ratios: dict[str, list[float]] = {"eagle3": [], "dflash": [], "memory": []}
-    for hidden in args.hidden:
-        for length in args.lengths:
-            for what in args.what:
-                case = {"what": what, "hidden": hidden, "length": length, "draft_vocab": args.draft_vocab,
-                        "anchors": args.anchors, "steps": args.steps,
-                        "prompt_share": args.prompt_share, "threads": args.threads}  # fmt: skip
-                compare(case, args.who, args.rivals, ratios)
-    print(json.dumps({
-        "eagle3_ratio": min(ratios["eagle3"], default=None), "dflash_ratio": min(ratios["dflash"], default=None),
-        "memory_ratio": max(ratios["memory"], default=None),
-    }))  # fmt: skip
-
-
-def compare(case: dict[str, Any], who: list[str], rivals: Path, ratios: dict[str, list[float]]) -> None:
-    results = {name: measure({**case, "who": name}, rivals) for name in who}
-    print(f"{case['what']} H={case['hidden']} T={case['length']}")
-    for name, result in results.items():
-        if result is not None:
-            rate, mib, loss = result["tokens_per_s"], result["mib"], result["loss"]
-            print(f"  {name:12} {rate:9.1f} tokens/s  {mib:8.0f} MiB  loss {loss:.3f}")
-    mine = results.get("ours")
-    others = [result for name, result in results.items() if name != "ours" and result is not None]
-    if mine is not None and others:
-        ratios[case["what"]].append(mine["tokens_per_s"] / max(other["tokens_per_s"] for other in others))
-        ratios["memory"].append(mine["mib"] / min(other["mib"] for other in others))
-    if mine is not None and case["what"] == "eagle3":
-        parts = shares(case)
-        roof = parts.pop("roofline_gflops")
-        rate = step_gflop(case["hidden"], case["length"], case["draft_vocab"]) / mine["seconds"]
-        split = ", ".join(f"{name} {seconds / mine['seconds']:.0%}" for name, seconds in parts.items())
-        print(f"  ours: {split}; {rate:.1f} of {roof:.1f} GFLOP/s", flush=True)
+    ratios: dict[str, list[float]] = {f"{what}_ratio": [] for what in args.what}
+    memory = []
+    for hidden, length, what in itertools.product(args.hidden, args.lengths, args.what):
+        case = {"what": what, "hidden": hidden, "length": length, "prompt_share": args.prompt_share, **common}
+        speed, space = compare(case, args)
+        ratios[f"{what}_ratio"].append(speed)
+        memory.append(space)
+    print(json.dumps({**{name: min(found) for name, found in ratios.items()}, "memory_ratio": max(memory)}))
 
 
 if __name__ == "__main__":

@@ -46,14 +46,14 @@ def _ttt_both(inputs: list[torch.Tensor], form: Form) -> tuple[torch.Tensor, tor
     query, *rest = inputs
     keys, values = rest[:STEPS], rest[STEPS:]
     positions = torch.arange(LENGTH).expand(2, LENGTH)
-    fast = ttt_attention(query, positions, (keys[0], values[0]), keys[1:], values[1:])
+    fast = ttt_attention(query, torch.zeros_like(positions), positions, (keys[0], values[0]), keys[1:], values[1:])
     return fast, masked_attention(query, torch.cat(keys, 2), torch.cat(values, 2), ttt_rule(LENGTH), form)
 
 
 def _block_both(inputs: list[torch.Tensor], form: Form) -> tuple[torch.Tensor, torch.Tensor]:
     query, key, value, own_key, own_value = inputs
     seen = torch.tensor(ANCHORS).repeat_interleave(BLOCK).expand(2, -1)
-    fast = block_attention(query, seen, (key, value), (own_key, own_value), BLOCK)
+    fast = block_attention(query, (torch.zeros_like(seen), seen), (key, value), (own_key, own_value), BLOCK)
     rule = block_rule(torch.tensor(ANCHORS), BLOCK, LENGTH)
     return fast, masked_attention(query, torch.cat((key, own_key), 2), torch.cat((value, own_value), 2), rule, form)
 
@@ -88,14 +88,15 @@ def test_flex_attention_agrees_forward(case: str) -> None:
 def test_the_log_sum_exp_has_a_gradient_too() -> None:
     query, key, value = _tensors(torch.float64, (4, 5), (2, LENGTH), (2, LENGTH))
     visible = torch.tensor([[1, 3, 9, 2, 5], [9, 1, 1, 4, 7]])
-    assert torch.autograd.gradcheck(lambda q, k, v: prefix_attention(q, visible, k, v), (query, key, value))
+    first = torch.tensor([[0, 2, 0, 1, 0], [3, 0, 0, 0, 6]])
+    assert torch.autograd.gradcheck(lambda q, k, v: prefix_attention(q, first, visible, k, v), (query, key, value))
 
 
 def test_half_precision_stays_near_single() -> None:
     query, key, value = _tensors(torch.float32, (4, 5), (2, LENGTH), (2, LENGTH))
-    visible = torch.full((2, 5), LENGTH)
-    single, _ = prefix_attention(query, visible, key, value)
-    half, norm = prefix_attention(*(x.bfloat16() if x.is_floating_point() else x for x in (query, visible, key, value)))
+    first, visible = torch.zeros(2, 5, dtype=torch.int64), torch.full((2, 5), LENGTH)
+    single, _ = prefix_attention(query, first, visible, key, value)
+    half, norm = prefix_attention(query.bfloat16(), first, visible, key.bfloat16(), value.bfloat16())
     assert half.dtype == torch.bfloat16
     assert norm.dtype == torch.float32
     torch.testing.assert_close(half.float(), single, rtol=0.05, atol=0.05)

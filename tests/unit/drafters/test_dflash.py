@@ -75,7 +75,9 @@ def test_forward_and_backward_agree_with_the_dense_mask(dflash: DflashDrafter) -
         (out * weights).sum().backward()
         return {n: p.grad.clone() for n, p in dflash.named_parameters() if p.grad is not None}
 
-    fast = dflash(dflash.context(fused[None]), tokens[None], mask, torch.tensor([anchors]))[0].flatten(0, 1)
+    fast = dflash(dflash.context(fused[None]), tokens[None], mask, torch.tensor([anchors]), torch.zeros(1, 4).long())[
+        0
+    ].flatten(0, 1)
     slow = blocks(dflash, fused, z, anchors)
     torch.testing.assert_close(fast, slow, rtol=1e-5, atol=1e-6)  # the rope tables are fp32
     one, two = grads(fast), grads(slow)
@@ -149,7 +151,13 @@ def test_a_guess_is_the_block_serving_would_draft(dflash: DflashDrafter, whole: 
         # Serving has seen rows 0..t, and drafts from the known token t+1.
         context = dflash.context(batch.fused[:, : t + 1])
         anchor = whole.embedding[batch.token_ids[:, t + 1]][None]
-        block = dflash(context, anchor, whole.embedding[dflash.config.mask_token_id], torch.tensor([[t + 1]]))
+        block = dflash(
+            context,
+            anchor,
+            whole.embedding[dflash.config.mask_token_id],
+            torch.tensor([[t + 1]]),
+            torch.zeros(1, 1).long(),
+        )
         for step in range(2):
             torch.testing.assert_close(guesses[step][0, column], block[0, 0, 1 + step])
     with pytest.raises(ConfigError, match="guesses fewer than"):

@@ -106,11 +106,18 @@ def _loop_loss(drafter, frozen, records, settings):  # type: ignore[no-untyped-d
 
 def test_unroll_from_picks_contiguous_and_scattered_rows() -> None:
     teaches = torch.tensor([[False, False, True, True, True], [True, True, False, False, False]])
-    unrolled = unroll_from(teaches, 2)
+    ends = torch.tensor([[5] * 5, [2, 2, 5, 5, 5]])
+    unrolled = unroll_from(teaches, ends, 2)
     assert unrolled.positions.tolist() == [[1, 2, 3], [0, 0, 0]]
     assert unrolled.taught[0].tolist() == [[True, True, True], [True, False, False]]
     assert unrolled.taught[1].tolist() == [[True, True, False], [False, False, False]]
     assert unrolled.row[0, 0].tolist() == [2, 3, 4]
+
+
+def test_unrolling_stops_where_a_packed_record_ends() -> None:
+    unrolled = unroll_from(torch.ones(1, 5, dtype=torch.bool), torch.tensor([[3, 3, 3, 5, 5]]), 3)
+    assert unrolled.positions.tolist() == [[0, 1, 3]]
+    assert unrolled.taught[:, 0].tolist() == [[True, True, True], [True, False, False], [False, False, False]]
 
 
 def test_batches_that_teach_nothing_have_zero_loss(drafter: Eagle3Drafter, frozen: FrozenTarget) -> None:

@@ -66,6 +66,12 @@ def test_transformers_reads_the_config(tmp_path: Path, any_drafter: Drafter, ide
         assert set(config.layer_types) == {"full_attention"}
 
 
+def test_fp8_weights_are_refused(tmp_path: Path, dflash: DflashDrafter, identity: TargetIdentity) -> None:
+    state = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in dflash.state_dict().items()}
+    with pytest.raises(CheckpointError, match="weights are float8_e4m3fn"):
+        save_drafter(tmp_path / "v1", DFLASH, state, version="v1", parent=None, target=identity)
+
+
 def test_kinds_are_not_mixed_up(tmp_path: Path, dflash: DflashDrafter, identity: TargetIdentity) -> None:
     folder = tmp_path / "v1"
     save_drafter(folder, DFLASH, dflash.state_dict(), version="v1", parent=None, target=identity)
@@ -116,6 +122,7 @@ TARGET: dict[str, Any] = {
     "hidden_size": HIDDEN, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 16,
     "vocab_size": VOCAB, "num_hidden_layers": 4, "max_position_embeddings": 64, "head_dim": 6, "rms_norm_eps": 1e-5,
 }  # fmt: skip
+EMBEDDING = torch.linspace(-1, 1, VOCAB * HIDDEN).view(VOCAB, HIDDEN)
 LLAMA = {**TARGET, "num_hidden_layers": 1, "rope_theta": 10000.0}
 
 
@@ -138,7 +145,7 @@ def _same(loaded: Drafter, drafter: Drafter) -> bool:
 
 def test_the_authors_eagle3_loads(tmp_path: Path, drafter: Eagle3Drafter) -> None:
     config = {**LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 11}
-    loaded = load_public(_public(tmp_path / "p", config, _with_maps(drafter)), TARGET)
+    loaded = load_public(_public(tmp_path / "p", config, _with_maps(drafter)), TARGET, EMBEDDING)
     assert _same(loaded, drafter)
     assert loaded.shape == TINY
 
@@ -150,10 +157,10 @@ def test_speculators_eagle3_loads(tmp_path: Path, drafter: Eagle3Drafter) -> Non
         "transformer_layer_config": LLAMA,
     }  # fmt: skip
     tensors = {name.replace("midlayer.", "layers.0."): t for name, t in _with_maps(drafter).items()}
-    tensors["embed_tokens.weight"] = torch.zeros(VOCAB, HIDDEN)
-    assert _same(load_public(_public(tmp_path / "p", config, tensors), TARGET), drafter)
+    tensors["embed_tokens.weight"] = EMBEDDING.bfloat16()
+    assert _same(load_public(_public(tmp_path / "p", config, tensors), TARGET, EMBEDDING), drafter)
     with pytest.raises(CheckpointError, match="norm_before_residual"):
-        load_public(_public(tmp_path / "p", {**config, "norm_before_residual": True}, tensors), TARGET)
+        load_public(_public(tmp_path / "p", {**config, "norm_before_residual": True}, tensors), TARGET, EMBEDDING)
 
 
 def test_the_authors_dflash_loads(tmp_path: Path, dflash: DflashDrafter) -> None:
@@ -161,9 +168,42 @@ def test_the_authors_dflash_loads(tmp_path: Path, dflash: DflashDrafter) -> None
         **LLAMA, "architectures": ["DFlashDraftModel"], "num_hidden_layers": 2, "block_size": 4,
         "num_target_layers": 4, "dflash_config": {"mask_token_id": 7, "target_layer_ids": [0, 2]},
     }  # fmt: skip
-    loaded = load_public(_public(tmp_path / "p", config, dict(dflash.state_dict())), TARGET)
+    loaded = load_public(_public(tmp_path / "p", config, dict(dflash.state_dict())), TARGET, EMBEDDING)
     assert _same(loaded, dflash)
     assert loaded.shape == DFLASH
+
+
+SPECULATORS_DFLASH = {
+    "architectures": ["DFlashSpeculator"], "speculators_model_type": "dflash", "draft_vocab_size": VOCAB,
+    "block_size": 4, "aux_hidden_state_layer_ids": [0, 2], "mask_token_id": 7, "sample_from_anchor": False,
+    "transformer_layer_config": {**LLAMA, "num_hidden_layers": 2},
+}  # fmt: skip
+
+
+def test_speculators_dflash_loads(tmp_path: Path, dflash: DflashDrafter) -> None:
+    theirs = {"embed_tokens.weight": EMBEDDING, "lm_head.weight": EMBEDDING, "verifier_norm.weight": torch.ones(HIDDEN)}
+    folder = _public(tmp_path / "p", SPECULATORS_DFLASH, {**dflash.state_dict(), **theirs})
+    loaded = load_public(folder, TARGET, EMBEDDING)
+    assert _same(loaded, dflash)
+    assert loaded.shape == DFLASH
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sample_from_anchor": True}, "guesses from the anchor"),
+        ({"draft_vocab_size": 11}, "smaller vocabulary"),
+        ({"mask_token_id": None}, "mask token cannot be guessed"),
+        ({"aux_hidden_state_layer_ids": [0, 4]}, "not those of a 4-layer target"),
+        ({"speculators_model_type": "mlp"}, "only eagle3 and dflash"),
+    ],
+)
+def test_speculators_variants_are_refused(
+    tmp_path: Path, dflash: DflashDrafter, change: dict[str, Any], message: str
+) -> None:
+    folder = _public(tmp_path / "p", {**SPECULATORS_DFLASH, **change}, dict(dflash.state_dict()))
+    with pytest.raises(DraftloopError, match=message):
+        load_public(folder, TARGET, EMBEDDING)
 
 
 PITFALLS: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor], str]] = {
@@ -176,6 +216,15 @@ PITFALLS: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor], str]] = {
     "ids for offsets": ({}, {"d2t": torch.arange(11) * 5, "t2d": torch.zeros(1)}, "different draft vocabularies"),
     "shape": ({}, {"fc.weight": torch.zeros(3, 3)}, "fc.weight has shape"),
     "nan": ({}, {"norm.weight": torch.full((HIDDEN,), torch.nan)}, "holds NaN"),
+    "random embedding": ({}, {"embed_tokens.weight": torch.zeros(VOCAB, HIDDEN)}, "not the target's embedding"),
+    "fp8": ({}, {"fc.weight": torch.zeros(HIDDEN, 3 * HIDDEN).to(torch.float8_e4m3fn)}, "quantised"),
+    "quantised": ({"quantization_config": {"quant_method": "fp8"}}, {}, "is quantised"),
+    "tied head": ({"tie_word_embeddings": True}, {}, "ties its head"),
+    "layers off by one": (
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}},
+        {},
+        "embedding as layer 0 is off by one",
+    ),
     "variant": ({}, {"midlayer.gate.weight": torch.zeros(1)}, "variant is not supported"),
 }
 
@@ -186,5 +235,5 @@ def test_public_pitfalls_are_refused_in_one_line(tmp_path: Path, drafter: Eagle3
     config = {**LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 11, **changes}
     folder = _public(tmp_path / "p", config, {**_with_maps(drafter), **tensors})
     with pytest.raises(DraftloopError, match=message) as caught:
-        load_public(folder, TARGET)
+        load_public(folder, TARGET, EMBEDDING)
     assert "\n" not in str(caught.value)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from draftloop.drafters.head_loss import head_loss
+from draftloop.drafters.head_loss import head_loss, label_loss
 from draftloop.drafters.objectives import (
     DIVERGENCES,
     Divergence,
@@ -107,9 +107,9 @@ def test_the_guard_is_zero_where_nothing_was_forgotten() -> None:
     assert (forgetting_guard(logits, torch.randn(3, 5).double()) > 0).all()
 
 
-@pytest.mark.parametrize("chunk", [8, 24, 1 << 20])
+@pytest.mark.parametrize("chunk", [1, 3, 256])
 def test_head_loss_is_the_plain_product_and_loss(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftloop.drafters.head_loss._CHUNK_LOGITS", chunk)
+    monkeypatch.setattr("draftloop.drafters.head_loss._CHUNK_ROWS", chunk)
     features = torch.randn(7, 5, dtype=torch.float64, requires_grad=True)
     head = torch.randn(8, 5, dtype=torch.float64, requires_grad=True)
     weights, probs = torch.rand(7).double(), torch.randn(7, 8).double().softmax(-1)
@@ -124,6 +124,21 @@ def test_head_loss_is_the_plain_product_and_loss(chunk: int, monkeypatch: pytest
     torch.testing.assert_close(rows, plain.detach())
     torch.testing.assert_close(loss, (plain * weights).sum())
     assert hits.tolist() == ((features @ head.T).argmax(-1) == probs.argmax(-1)).tolist()
-    assert len(seen) == -(-7 // max(1, chunk // 8))
+    assert len(seen) == -(-7 // chunk)
     fast, slow = (torch.autograd.grad(3 * x, (features, head)) for x in (loss, (plain * weights).sum()))
     torch.testing.assert_close(fast, slow)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 256])
+def test_label_loss_is_the_plain_cross_entropy(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftloop.drafters.head_loss._CHUNK_ROWS", chunk)
+    features = torch.randn(7, 5, dtype=torch.float64, requires_grad=True)
+    head, weights, labels = torch.randn(8, 5).double(), torch.rand(7).double(), torch.randint(0, 8, (7,))
+    logits = 30 * features @ head.T
+    labels[2] = logits[2].argmax()
+    loss, rows, hits = label_loss(features, 30 * head, weights, labels)
+    plain = hard_cross_entropy(logits, labels)
+    torch.testing.assert_close(rows, plain.detach())
+    assert hits.tolist() == (logits.argmax(-1) == labels).tolist()
+    assert hits[2]
+    torch.testing.assert_close(*(torch.autograd.grad(x, features)[0] for x in (3 * loss, 3 * (plain * weights).sum())))

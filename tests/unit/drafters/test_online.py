@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import io
+import resource
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +27,7 @@ from draftloop.drafters.online import OnlineSettings, OnlineTrainer, StepReport
 from draftloop.drafters.target import FrozenTarget
 from draftloop.drafters.vocab import move_vocab
 
-from .conftest import DFLASH, EAGLE1, TINY, make_record, shaken
+from .conftest import DFLASH, EAGLE1, HIDDEN, TINY, VOCAB, make_record, shaken
 
 SETTINGS = OnlineSettings(warmup_steps=3, ema_decay=0.9)
 RECORDS = [make_record(20, 5, seed) for seed in range(6)]
@@ -163,6 +165,28 @@ def test_accumulated_batches_are_one_large_batch(kind: str, frozen: FrozenTarget
         torch.testing.assert_close(tensor, states[1][1][name], rtol=1e-3, atol=2e-5)
 
 
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "dflash"])
+def test_packed_records_teach_as_one_at_a_time(kind: str, frozen: FrozenTarget, draft_ids: torch.Tensor) -> None:
+    """No row sees another record's: loss, accuracy and new weights are those of a step over records by themselves."""
+    layers = 2 if kind == "dflash" else 3
+    records = [make_record(6 + 3 * i, 1 + 2 * i, i, layers=layers) for i in range(5)]
+    packed = collate(records, 34, "cpu", packed=True)
+    assert len(packed.lengths) == 2
+    assert packed.num_tokens == sum(record.num_tokens for record in records)
+    alone = [collate([record], 34, "cpu") for record in records]
+    settings = OnlineSettings(feature=Eagle1Settings(noise=0.0))
+    results = []
+    for batches in ([packed], alone):
+        drafter, target = _of_kind(kind, frozen, draft_ids)
+        trainer = OnlineTrainer(drafter, target, settings, seed=0)
+        results.append(([trainer.step(*batches) for _ in range(3)], drafter.state_dict()))
+    for one, two in zip(results[0][0], results[1][0], strict=True):
+        assert (one.loss, one.grad_norm) == pytest.approx((two.loss, two.grad_norm), rel=1e-4)
+        assert (one.positions, one.tokens, one.step_accuracy) == (two.positions, two.tokens, two.step_accuracy)
+    for name, tensor in results[0][1].items():
+        torch.testing.assert_close(tensor, results[1][1][name], rtol=1e-3, atol=2e-5)
+
+
 def test_segments_give_the_whole_gradient(
     draft_ids: torch.Tensor, frozen: FrozenTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,6 +240,33 @@ def test_two_processes_match_one_step_for_step(
             torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=1e-6)
 
 
+def _long_step(length: int, pipe: Connection) -> None:
+    """Send what one EAGLE-3 step over `length` tokens adds to this process's memory, in MiB."""
+    torch.set_num_threads(1)
+    config = dataclasses.replace(TINY, num_heads=1, num_kv_heads=1, max_position_embeddings=length)
+    ids = torch.arange(config.draft_vocab_size)
+    frozen = FrozenTarget.of(torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB, HIDDEN), ids)
+    drafter = Eagle3Drafter.untrained(config, ids, frozen.lm_head, None, seed=0)
+    trainer = OnlineTrainer(drafter, frozen, OnlineSettings(ttt=TttSettings(steps=2)), seed=0)
+    trainer.step(collate([make_record(8, 2, 0)], 8, "cpu"))
+    batch = collate([make_record(length, 2, 0)], length, "cpu")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    report = trainer.step(batch)
+    assert report.positions > length
+    pipe.send((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+
+
+def test_memory_does_not_grow_with_the_square_of_the_length() -> None:
+    """One matrix of 16384 x 16384 scores would be 1 GiB."""
+    context = mp.get_context("fork")
+    here, there = context.Pipe()
+    process = context.Process(target=_long_step, args=(16384, there))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    assert here.recv() < 256
+
+
 def test_bfloat16_products_stay_near_single_precision(
     draft_ids: torch.Tensor, frozen: FrozenTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,7 +278,8 @@ def test_bfloat16_products_stay_near_single_precision(
             for name in ("eagle1", "eagle3_loss", "dflash_loss"):
                 monkeypatch.setattr(f"draftloop.drafters.{name}.mixed_precision", cast)
             drafter, target = _of_kind(kind, frozen, draft_ids)
-            report = OnlineTrainer(drafter, target, OnlineSettings(), seed=0).step(*_batches(kind, 1))
+            settings = OnlineSettings(feature=Eagle1Settings(noise=0.0))
+            report = OnlineTrainer(drafter, target, settings, seed=0).step(*_batches(kind, 1))
             norms.append((report.loss, report.grad_norm))
             assert {p.dtype for p in drafter.parameters()} == {torch.float32}
         assert norms[0] == pytest.approx(norms[1], rel=0.1)

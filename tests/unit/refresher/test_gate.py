@@ -22,7 +22,7 @@ def score(lengths: list[float], domains: list[str] | None = None, positions: int
     """A score whose records have these accepted lengths."""
     domains = domains or ["chat"] * len(lengths)
     records = [RecordScore(name, positions, positions * value) for name, value in zip(domains, lengths, strict=True)]
-    return GateScore(tuple(records), (0.5, 0.3))
+    return GateScore(tuple(records), (0.5, 0.3), (0.5, 0.2))
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_a_worse_candidate_passes_less_often_than_alpha() -> None:
         positions, difference = draw(rng, 10, -0.02)
         before = [RecordScore("chat", int(n), 1.6 * n) for n in positions]
         after = [RecordScore("chat", int(n), 1.6 * n + d) for n, d in zip(positions, difference, strict=True)]
-        promoted += decide(GateScore(tuple(before), ()), GateScore(tuple(after), ()), GATE, trial).promote
+        promoted += decide(GateScore(tuple(before), (), ()), GateScore(tuple(after), (), ()), GATE, trial).promote
     assert promoted / 400 <= 1 - GATE.confidence
 
 

@@ -11,6 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from draftloop.core.errors import ConfigError
 
+# What teaches a drafter at a row of logits: `drafters.objectives`.
+Divergence = Literal["cross-entropy", "hard-cross-entropy", "forward-kl", "reverse-kl", "acceptance", "log-acceptance"]
+
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid")
@@ -106,12 +109,20 @@ class TrainerConfig(_Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     ttt_steps: int = Field(3, ge=1)
     ttt_decay: float = Field(0.8, gt=0.0, le=1.0)
+    divergence: Divergence = Field("cross-entropy", description="EAGLE-3: what a row's loss is")
+    refused_weight: float = Field(0.0, ge=0.0, description="how much drafts that serving refused are unlearned")
+    guard_weight: float = Field(
+        0.0, ge=0.0, description="how much records of earlier drafters hold the drafter to what the serving one says"
+    )
     learning_rate: float = Field(1e-3, gt=0.0)
     warmup_steps: int = Field(20, ge=0)
+    cosine_steps: int | None = Field(None, ge=1, description="the rate falls to 0 by then; None = constant")
     weight_decay: float = Field(0.0, ge=0.0)
     clip_norm: float = Field(0.5, gt=0.0)
     ema_decay: float = Field(0.98, ge=0.0, lt=1.0)
     batch_tokens: int = Field(256, ge=32, description="small steps learn most per second on a CPU")
+    accumulate: int = Field(1, ge=1, description="batches to one optimiser step")
+    packed: bool = Field(False, description="lay records one after another in rows of max_length, not padded")
     max_length: int = Field(1024, ge=32)
     threads: int = Field(1, ge=1)
 

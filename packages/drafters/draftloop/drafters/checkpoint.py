@@ -34,7 +34,15 @@ from draftloop.core.manifest import (
 )
 from draftloop.drafters.drafter import Drafter, Shape
 from draftloop.drafters.eagle3 import Eagle3Drafter
-from draftloop.drafters.layouts import build, draft_vocab, hf_config, kind_of, parse_hf_config, tensor_shapes
+from draftloop.drafters.layouts import (
+    WEIGHT_DTYPES,
+    build,
+    draft_vocab,
+    hf_config,
+    kind_of,
+    parse_hf_config,
+    tensor_shapes,
+)
 from draftloop.drafters.vocab import check_draft_ids, ids_from_offsets
 
 WEIGHTS_FILE = "model.safetensors"
@@ -157,6 +165,8 @@ def _check_tensors(folder: Path, config: Shape, tensors: Mapping[str, Tensor]) -
     if extra := sorted(tensors.keys() - shapes.keys()):
         raise CheckpointError(f"{folder}: tensor {extra[0]} does not belong to a drafter of kind {kind_of(config)}")
     dtype = _main_dtype(tensors)
+    if dtype not in WEIGHT_DTYPES:
+        raise CheckpointError(f"{folder}: weights are {_dtype_name(dtype)}; a drafter is kept in bf16, fp16 or fp32")
     for name, tensor in tensors.items():
         if tuple(tensor.shape) != shapes[name]:
             raise CheckpointError(

@@ -36,6 +36,9 @@ from draftloop.drafters.prefix_attention import prefix_attention, rotate, share_
 from draftloop.drafters.recurrent import Mlp
 from draftloop.drafters.target import FrozenTarget
 
+# The context rows each query sees, first <= t < stop: two [B, A*N] int64, at least one row each.
+Seen = tuple[Tensor, Tensor]
+
 
 def default_layer_ids(num_target_layers: int, count: int) -> tuple[int, ...]:
     """The target layers whose outputs are the context: an even spread from 1 to L-3 (section 3.2; SGLang's rule).
@@ -136,14 +139,19 @@ class DflashDrafter(Drafter):
         states = self.hidden_norm(self.fc(fused))
         now = torch.arange(start, start + fused.shape[1], device=fused.device)[None]
         cos, sin = self.shape.rope(now)
-        pairs = [cast(_Layer, layer).self_attn.keys_values(states, cos, sin) for layer in self.layers]
+        layers = [cast(_Layer, layer).self_attn for layer in self.layers]
+        # One product for all layers: a layer's own is too narrow to be fast.
+        shares = F.linear(states, torch.cat([layer.key_value_weight() for layer in layers])).chunk(len(layers), -1)
+        pairs = [layer.keys_values(share, cos, sin) for layer, share in zip(layers, shares, strict=True)]
         return Context(tuple(key for key, _ in pairs), tuple(value for _, value in pairs))
 
-    def forward(self, context: Context, anchor_embeddings: Tensor, mask_embedding: Tensor, anchors: Tensor) -> Tensor:
+    def forward(
+        self, context: Context, anchor_embeddings: Tensor, mask_embedding: Tensor, anchors: Tensor, first: Tensor
+    ) -> Tensor:
         """One denoising pass over A blocks a sequence.
 
-        anchor_embeddings: [B, A, H], of the known token x[a].  mask_embedding: [H].  anchors: [B, A] int64, a;
-        the block sees context rows before it.  Returns [B, A, N, H], the states before `norm`.
+        anchor_embeddings: [B, A, H], of the known token x[a].  mask_embedding: [H].  anchors, first: [B, A]
+        int64; the block at a sees the context rows first <= t < a.  Returns [B, A, N, H], the states before `norm`.
         """
         batch, blocks = anchors.shape
         size = self.config.block_size
@@ -151,7 +159,7 @@ class DflashDrafter(Drafter):
         z = torch.cat((anchor_embeddings.unsqueeze(2), masks), dim=2).flatten(1, 2)
         now = (anchors.unsqueeze(-1) + torch.arange(size, device=anchors.device)).flatten(1)
         cos, sin = self.shape.rope(now)
-        seen = anchors.repeat_interleave(size, dim=1)
+        seen = (first.repeat_interleave(size, dim=1), anchors.repeat_interleave(size, dim=1))
         for layer, key, value in zip(self.layers, context.keys, context.values, strict=True):
             z = layer(z, cos, sin, seen, key, value)
         return z.view(batch, blocks, size, -1)
@@ -168,7 +176,8 @@ class DflashDrafter(Drafter):
     def denoise(self, batch: Batch, target: FrozenTarget, anchors: Tensor, tokens: Tensor) -> Tensor:
         """Blocks on a batch's own context. anchors, tokens: [B, A] int64, a and x[a].  Returns [B, A, N, H]."""
         mask = target.embedding[self.config.mask_token_id]
-        return self(self.context(batch.fused), F.embedding(tokens, target.embedding), mask, anchors)
+        first = batch.starts.gather(1, anchors.clamp(max=batch.starts.shape[1] - 1))
+        return self(self.context(batch.fused), F.embedding(tokens, target.embedding), mask, anchors, first)
 
     def readout(self, features: Tensor) -> Tensor:
         return cast(Tensor, self.norm(features))
@@ -188,8 +197,8 @@ class _Layer(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, z: Tensor, cos: Tensor, sin: Tensor, seen: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """z: [B, A*N, H].  cos, sin: [B, A*N, D].  seen: [B, A*N].  key, value: [B, kv, T, D] of the context."""
+    def forward(self, z: Tensor, cos: Tensor, sin: Tensor, seen: Seen, key: Tensor, value: Tensor) -> Tensor:
+        """z: [B, A*N, H].  cos, sin: [B, A*N, D].  key, value: [B, kv, T, D] of the context."""
         z = z + self.self_attn(self.input_layernorm(z), cos, sin, seen, key, value)
         return z + cast(Tensor, self.mlp(self.post_attention_layernorm(z)))
 
@@ -206,31 +215,37 @@ class _Attention(nn.Module):
         self.q_norm = nn.RMSNorm(dim, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(dim, eps=config.rms_norm_eps)
 
-    def keys_values(self, states: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """states: [B, S, H], context rows or a normed block.  Returns [B, kv_heads, S, D] each."""
-        key = self.k_norm(self._heads(self.k_proj(states)))
-        return rotate(key, cos, sin), self._heads(self.v_proj(states))
+    def key_value_weight(self) -> Tensor:
+        """[2*kv_heads*D, H]"""
+        return torch.cat((self.k_proj.weight, self.v_proj.weight))
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """x: [B, A*N, H], the normed blocks.  seen: [B, A*N], context rows each query sees.  Returns [B, A*N, H]."""
-        query = rotate(self.q_norm(self._heads(self.q_proj(x))), cos, sin)
-        own_key, own_value = self.keys_values(x, cos, sin)
+    def keys_values(self, projected: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """projected: [B, S, 2*kv_heads*D], by `key_value_weight`.  Returns [B, kv_heads, S, D] each."""
+        key, value = projected.chunk(2, dim=-1)
+        return rotate(self.k_norm(self._heads(key)), cos, sin), self._heads(value)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Seen, key: Tensor, value: Tensor) -> Tensor:
+        """x: [B, A*N, H], the normed blocks.  Returns [B, A*N, H]."""
+        projected = F.linear(x, torch.cat((self.q_proj.weight, self.key_value_weight())))
+        width = len(self.q_proj.weight)
+        query = rotate(self.q_norm(self._heads(projected[..., :width])), cos, sin)
+        own_key, own_value = self.keys_values(projected[..., width:], cos, sin)
         attended = block_attention(query, seen, (key, value), (own_key, own_value), self.config.block_size)
         return cast(Tensor, self.o_proj(attended.transpose(1, 2).flatten(2)))
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:2], -1, self.config.head_dim).transpose(1, 2)
+        return x.reshape(*x.shape[:2], -1, self.config.head_dim).transpose(1, 2)
 
 
 def block_attention(
-    query: Tensor, seen: Tensor, context: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], block_size: int
+    query: Tensor, seen: Seen, context: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], block_size: int
 ) -> Tensor:
-    """Each query sees the first `seen` context rows and all of its own block, in one softmax.
+    """Each query sees the context rows that `seen` bounds and all of its own block, in one softmax.
 
-    query: [B, heads, A*N, D].  seen: [B, A*N], at least 1.  context: key and value [B, kv_heads, T, D].
+    query: [B, heads, A*N, D].  context: key and value [B, kv_heads, T, D].
     own: key and value of the blocks, [B, kv_heads, A*N, D].  Returns [B, heads, A*N, D].
     """
-    out, log_norm = prefix_attention(query, seen, *context)
+    out, log_norm = prefix_attention(query, *seen, *context)
     batch, heads, _, dim = query.shape
     blocks = (batch, heads, -1, block_size)
     own_key, own_value = (share_heads(x, heads).reshape(*blocks, dim) for x in own)

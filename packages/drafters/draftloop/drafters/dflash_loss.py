@@ -11,14 +11,16 @@ A slot teaches when its token exists and was generated. An anchor has at least o
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from draftloop.drafters.batch import Batch
 from draftloop.drafters.dflash import DflashDrafter
-from draftloop.drafters.head_loss import head_loss
+from draftloop.drafters.drafter import Drafter
+from draftloop.drafters.head_loss import head_loss, label_loss
+from draftloop.drafters.lessons import Lessons, LessonSettings, Rows, echo_of, lessons_of
 from draftloop.drafters.losses import Plan, Tally, mixed_precision, tally
 from draftloop.drafters.objectives import hard_cross_entropy
 from draftloop.drafters.target import FrozenTarget
@@ -48,8 +50,8 @@ def draw_anchors(batch: Batch, block_size: int, most: int, generator: torch.Gene
     """Up to `most` distinct anchors a sequence, sorted."""
     device = batch.generated.device
     # Row a of `generated` speaks about the token a+1, the label of slot 1.
-    eligible = batch.generated & (torch.arange(batch.generated.shape[1], device=device) + 1 < batch.lengths[:, None])
-    eligible[:, 0] = False
+    row = torch.arange(batch.generated.shape[1], device=device)
+    eligible = batch.generated & (row + 1 < batch.ends) & (row > batch.starts)
     lottery = torch.rand(eligible.shape, generator=generator).to(device).masked_fill(~eligible, 2.0)
     width = max(1, min(most, int(eligible.sum(1).max())))
     drawn = lottery.topk(width, dim=1, largest=False)
@@ -59,7 +61,7 @@ def draw_anchors(batch: Batch, block_size: int, most: int, generator: torch.Gene
     positions = positions.masked_fill(~real, 1)
     slot = positions.unsqueeze(-1) + torch.arange(block_size, device=device)
     told = torch.gather(batch.generated, 1, (slot - 1).clamp(max=batch.generated.shape[1] - 1).flatten(1))
-    taught = told.view_as(slot) & (slot < batch.lengths[:, None, None]) & real.unsqueeze(-1)
+    taught = told.view_as(slot) & (slot < batch.ends.gather(1, positions).unsqueeze(-1)) & real.unsqueeze(-1)
     taught[..., 0] = False
     return Anchors(positions, taught)
 
@@ -71,6 +73,8 @@ class DflashObjective:
     drafter: DflashDrafter
     target: FrozenTarget
     settings: DflashSettings
+    lessons: LessonSettings = field(default_factory=LessonSettings)
+    earlier: Drafter | None = None
 
     def plan(self, batch: Batch, generator: torch.Generator) -> Plan:
         anchors = draw_anchors(batch, self.drafter.config.block_size, self.settings.anchors, generator)
@@ -100,12 +104,29 @@ class DflashObjective:
         group = torch.nonzero(anchors.taught)[:, 2] - 1
         weights = (self._decay(mass.device) / mass)[group]
 
+        head, features = self.drafter.head(self.target), self.drafter.readout(z[anchors.taught])
+        lessons = self._lessons(batch, anchors, tokens)
+        if lessons.empty:
+            return tally(*label_loss(features, head, weights, labels), group, size - 1)
+
         def row_loss(logits: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
             own = labels[begin:end]
-            return hard_cross_entropy(logits, own), logits.detach().argmax(-1) == own
+            loss = lessons.add(hard_cross_entropy(logits, own), logits, begin, end)
+            return loss, logits.detach().argmax(-1) == own
 
-        features = self.drafter.readout(z[anchors.taught])
-        return tally(*head_loss(features, self.drafter.head(self.target), weights, row_loss), group, size - 1)
+        return tally(*head_loss(features, head, weights, row_loss), group, size - 1)
+
+    def _lessons(self, batch: Batch, anchors: Anchors, tokens: Tensor) -> Lessons:
+        """A block at a starts from position a - 1; its slot 1 + j is step j."""
+        line, place, slot = torch.nonzero(anchors.taught).unbind(1)
+        rows = Rows(line, anchors.positions[line, place] - 1, slot - 1)
+
+        def features(earlier: Drafter) -> Tensor:
+            assert isinstance(earlier, DflashDrafter)
+            return earlier.denoise(batch, self.target, anchors.positions, tokens)[anchors.taught]
+
+        echo = echo_of(batch, rows, self.target, self.earlier, features)
+        return lessons_of(batch, rows, self.drafter.draft_ids(), self.target, self.lessons, echo)
 
     def _decay(self, device: torch.device) -> Tensor:
         """[N-1]: the weights of slots 1, 2, ..."""

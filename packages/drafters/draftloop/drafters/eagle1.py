@@ -164,9 +164,9 @@ class Eagle1Objective:
     settings: Eagle1Settings
 
     def plan(self, batch: Batch, generator: torch.Generator) -> Plan:
-        unrolled = unroll_from(batch.generated, 1)
+        unrolled = unroll_from(batch.generated, batch.ends, 1)
         noise = torch.rand(batch.last_hidden.shape, generator=generator).sub_(0.5).to(batch.last_hidden.device)
-        noise *= self.settings.noise * 512 / batch.lengths[:, None, None]
+        noise *= self.settings.noise * 512 / (batch.ends - batch.starts).clamp(min=1).unsqueeze(-1)
         return Plan(unrolled.taught.sum((1, 2)).float(), _Rows(unrolled, noise))
 
     def backward(self, batch: Batch, plan: Plan, mass: Tensor) -> Tally:
@@ -177,8 +177,8 @@ class Eagle1Objective:
 
     def loss(self, batch: Batch, unrolled: Unrolled, noise: Tensor, mass: Tensor) -> Tally:
         drafter = self.drafter
-        embeddings = drafter.step_embeddings(batch, self.target, 1)
-        (feature,) = drafter(batch.last_hidden + noise, embeddings, unrolled.positions, 1)
+        noisy = replace(batch, last_hidden=batch.last_hidden + noise)
+        (feature,) = drafter.guess(noisy, self.target, unrolled.positions, 1)
         taught = unrolled.taught[0]
         student, teacher = feature[taught], choose_rows(batch.last_hidden, unrolled.row[0])[taught]
         feature_loss = F.smooth_l1_loss(student, teacher, reduction="none").mean(-1)

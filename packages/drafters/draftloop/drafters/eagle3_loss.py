@@ -16,16 +16,19 @@ time, each going backward before the next begins.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from draftloop.core.config import Divergence
 from draftloop.drafters.batch import Batch
+from draftloop.drafters.drafter import Drafter
 from draftloop.drafters.head_loss import head_loss
+from draftloop.drafters.lessons import LessonSettings, Rows, echo_of, lessons_of
 from draftloop.drafters.losses import Plan, Tally, mixed_precision, tally
-from draftloop.drafters.objectives import DIVERGENCES, Divergence
+from draftloop.drafters.objectives import DIVERGENCES
 from draftloop.drafters.recurrent import Prefix, RecurrentDrafter
 from draftloop.drafters.target import FrozenTarget
 
@@ -76,17 +79,20 @@ class Unrolled:
             yield Unrolled(self.positions[:, part], self.row[:, :, part], self.taught[:, :, part])
 
 
-def unroll_from(teaches: Tensor, steps: int) -> Unrolled:
-    """Choose every position whose next row teaches. teaches: [B, T] bool."""
+def unroll_from(teaches: Tensor, ends: Tensor, steps: int) -> Unrolled:
+    """Choose every position whose next row teaches.
+
+    teaches: [B, T] bool.  ends: [B, T] int64, one past the last row of the record that row t belongs to.
+    """
     length = teaches.shape[1]
-    chosen = teaches[:, 1:]
+    chosen = teaches[:, 1:] & (ends[:, 1:] == ends[:, :-1])
     width = max(int(chosen.sum(1).max()), 1)
     # A stable sort moves the chosen positions to the front, in order.
     positions = torch.argsort(chosen.to(torch.uint8), dim=1, descending=True, stable=True)[:, :width]
     real = torch.gather(chosen, 1, positions)
     positions = positions * real
     row = positions + torch.arange(1, steps + 1, device=teaches.device)[:, None, None]
-    inside = row < length
+    inside = row < ends.gather(1, positions)
     row = row.clamp(max=length - 1)
     taught = torch.stack([torch.gather(teaches, 1, r) for r in row]) & inside & real
     return Unrolled(positions, row, taught)
@@ -102,9 +108,11 @@ class TttObjective:
     drafter: RecurrentDrafter
     target: FrozenTarget
     settings: TttSettings
+    lessons: LessonSettings = field(default_factory=LessonSettings)
+    earlier: Drafter | None = None
 
     def plan(self, batch: Batch, generator: torch.Generator) -> Plan:
-        unrolled = unroll_from(batch.generated, self.settings.steps)
+        unrolled = unroll_from(batch.generated, batch.ends, self.settings.steps)
         return Plan(unrolled.taught.sum((1, 2)).float(), unrolled)
 
     def backward(self, batch: Batch, plan: Plan, mass: Tensor) -> Tally:
@@ -130,32 +138,49 @@ class TttObjective:
         # Each taught row of each step, ordered by the target row that teaches it: neighbours share a teacher.
         flat = unrolled.row + torch.arange(len(batch.lengths), device=mass.device)[:, None] * batch.generated.shape[1]
         teacher, order = torch.sort(flat[unrolled.taught], stable=True)
-        step = torch.nonzero(unrolled.taught)[order, 0]
-        student = torch.stack(features)[unrolled.taught].index_select(0, order)
+        rows = _rows(unrolled, order)
+        student = _flat(features, unrolled, order)
         decay = torch.tensor([self.settings.decay**j for j in range(steps)], device=mass.device)
-        weights = (decay / decay.sum() / mass)[step].to(student.dtype if student.dtype == torch.float64 else mass.dtype)
+        weights = (decay / decay.sum() / mass)[rows.step].to(
+            student.dtype if student.dtype == torch.float64 else mass.dtype
+        )
 
         states = batch.last_hidden.flatten(0, 1)
         divergence = DIVERGENCES[self.settings.divergence]
+        echo = echo_of(
+            batch, rows, self.target, self.earlier,
+            lambda earlier: _flat(earlier.guess(batch, self.target, unrolled.positions, steps), unrolled, order),
+        )  # fmt: skip
+        lessons = lessons_of(batch, rows, drafter.draft_ids(), self.target, self.lessons, echo)
 
         def row_loss(logits: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor]:
             rows, place = torch.unique_consecutive(teacher[begin:end], return_inverse=True)
             probs = self.target.draft_probs(states[rows])
             hits = logits.detach().argmax(-1) == probs.argmax(-1)[place]
-            return divergence(logits, probs.index_select(0, place)), hits
+            loss = divergence(logits, probs.index_select(0, place))
+            return loss if lessons.empty else lessons.add(loss, logits, begin, end), hits
 
         result = head_loss(drafter.readout(student), drafter.head(self.target), weights, row_loss)
-        return tally(*result, step, steps)
+        return tally(*result, rows.step, steps)
 
     def _prefix(self, batch: Batch) -> Prefix:
-        drafter = self.drafter
-        return drafter.prefix(drafter.states(batch), drafter.step_embeddings(batch, self.target, self.settings.steps))
+        return self.drafter.batch_prefix(batch, self.target, self.settings.steps)
+
+
+def _flat(features: Sequence[Tensor], unrolled: Unrolled, order: Tensor) -> Tensor:
+    """One [B, S, H] a step -> the taught rows in this order, [M, H]."""
+    return torch.stack(list(features))[unrolled.taught].index_select(0, order)
+
+
+def _rows(unrolled: Unrolled, order: Tensor) -> Rows:
+    step, line, place = (x[order] for x in torch.nonzero(unrolled.taught).unbind(1))
+    return Rows(line, unrolled.positions[line, place], step)
 
 
 def eagle3_loss(drafter: RecurrentDrafter, batch: Batch, target: FrozenTarget, settings: TttSettings) -> TttLoss:
     """The loss of one batch by itself, with its graph."""
     objective = TttObjective(drafter, target, settings)
-    unrolled = unroll_from(batch.generated, settings.steps)
+    unrolled = unroll_from(batch.generated, batch.ends, settings.steps)
     mass = unrolled.taught.sum((1, 2)).float().clamp(min=1.0)
     parts = objective.loss(batch, unrolled, mass)
     counts = parts.counts.clamp(min=1.0)

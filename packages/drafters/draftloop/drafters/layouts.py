@@ -32,6 +32,10 @@ ARCHITECTURES: dict[DrafterKind, str] = {
 }
 
 
+# What a drafter is trained, kept and swapped in. FP8 weights would load, and give NaN states.
+WEIGHT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
 def kind_of(config: Shape) -> DrafterKind:
     """The kind a config describes."""
     match config:

@@ -39,10 +39,11 @@ class RecordScore:
 @dataclass(frozen=True)
 class GateScore:
     """records: one score each, in the order of the holdout, so that two drafters' scores pair up.
-    per_step: share of positions where the step alone agrees."""
+    per_step: share of positions where the step alone agrees.  survival: share where it and all before it agree."""
 
     records: tuple[RecordScore, ...]
     per_step: tuple[float, ...]
+    survival: tuple[float, ...]
 
     @property
     def positions(self) -> int:
@@ -97,17 +98,19 @@ def expected_accepted_length(
 ) -> GateScore:
     """Score a drafter. topk: k_j of each step; all ones for a chain, what the tree explores for a tree."""
     records: list[RecordScore] = []
-    step_hits = torch.zeros(len(topk), dtype=torch.int64)
+    step_hits, survivors = torch.zeros(2, len(topk), dtype=torch.int64)
     for batch, domains, greedy in holdout.batches:
         hits, sound, row_of = _step_hits(drafter, batch, greedy, target, topk)
+        leading = hits.to(torch.int64).cumprod(0)
         step_hits += hits.sum(1).cpu()
-        # 1 + the number of leading hits.
-        length = torch.where(sound, 1.0 + hits.to(torch.int64).cumprod(0).sum(0), torch.nan)
+        survivors += leading.sum(1).cpu()
+        length = torch.where(sound, 1.0 + leading.sum(0), torch.nan)
         positions = torch.bincount(row_of, minlength=len(domains)).tolist()
         tokens = torch.zeros(len(domains), device=length.device).index_add(0, row_of, length)
         records += map(RecordScore, domains, positions, tokens.tolist())
     total = max(sum(record.positions for record in records), 1)
-    return GateScore(tuple(records), tuple(int(count) / total for count in step_hits))
+    shares = [tuple(int(count) / total for count in counts) for counts in (step_hits, survivors)]
+    return GateScore(tuple(records), *shares)
 
 
 def _step_hits(
@@ -122,7 +125,7 @@ def _step_hits(
     scored = batch.generated.clone()
     scored[:, 1:] &= batch.generated[:, :-1]
     steps = len(topk)
-    unrolled = unroll_from(scored, steps)
+    unrolled = unroll_from(scored, batch.ends, steps)
     whole = unrolled.taught.all(0)
     features = drafter.guess(batch, target, unrolled.positions, steps)
     draft_ids = drafter.draft_ids()

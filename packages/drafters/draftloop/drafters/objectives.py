@@ -4,6 +4,7 @@ Each maps logits [M, Vd] and what teaches them to one loss a row, [M]. p is the 
 drafter's.
 
     soft_cross_entropy   -sum p log q            the papers' choice; mass-covering
+    greedy_cross_entropy -log q(argmax p)        the target's one best token
     forward_kl           sum p log(p/q)          the same gradient; 0 at the optimum
     reverse_kl           sum q log(q/p)          mode-seeking
     acceptance_loss      1 - sum min(p, q)       one minus the chance that a draft sampled from q is accepted
@@ -13,13 +14,12 @@ drafter's.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Divergence = Literal["cross-entropy", "forward-kl", "reverse-kl", "acceptance", "log-acceptance"]
+from draftloop.core.config import Divergence
 
 
 def soft_cross_entropy(logits: Tensor, target_probs: Tensor) -> Tensor:
@@ -33,6 +33,11 @@ def soft_cross_entropy(logits: Tensor, target_probs: Tensor) -> Tensor:
 def hard_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """Per-row cross-entropy against draft ids. logits: [M, Vd].  labels: [M] int64.  Returns [M]."""
     return F.cross_entropy(logits, labels, reduction="none")
+
+
+def greedy_cross_entropy(logits: Tensor, target_probs: Tensor) -> Tensor:
+    """Cross-entropy against the target's best token. Shapes as `soft_cross_entropy`."""
+    return hard_cross_entropy(logits, target_probs.argmax(-1))
 
 
 def forward_kl(logits: Tensor, target_probs: Tensor) -> Tensor:
@@ -81,6 +86,7 @@ def forgetting_guard(logits: Tensor, earlier_logits: Tensor) -> Tensor:
 
 DIVERGENCES: dict[Divergence, Callable[[Tensor, Tensor], Tensor]] = {
     "cross-entropy": soft_cross_entropy,
+    "hard-cross-entropy": greedy_cross_entropy,
     "forward-kl": forward_kl,
     "reverse-kl": reverse_kl,
     "acceptance": acceptance_loss,

@@ -23,6 +23,7 @@ from draftloop.drafters.drafter import Drafter
 from draftloop.drafters.eagle1 import Eagle1Drafter, Eagle1Objective, Eagle1Settings
 from draftloop.drafters.eagle3 import Eagle3Drafter
 from draftloop.drafters.eagle3_loss import TttObjective, TttSettings
+from draftloop.drafters.lessons import LessonSettings
 from draftloop.drafters.losses import Objective, Tally
 from draftloop.drafters.target import FrozenTarget
 from draftloop.drafters.vocab import VocabMove, offsets_from_ids
@@ -33,12 +34,14 @@ class OnlineSettings:
     """AdamW with a linear warm-up, then a constant rate, or a cosine to 0 at step `cosine_steps`.
 
     ttt, feature, block: the objective of EAGLE-3, of EAGLE-1, of DFlash; a drafter reads its own.
+    lessons: extra terms from serving, for EAGLE-3 and DFlash.
     ema_decay: of the averaged weights, reached gradually.
     """
 
     ttt: TttSettings = field(default_factory=TttSettings)
     feature: Eagle1Settings = field(default_factory=Eagle1Settings)
     block: DflashSettings = field(default_factory=DflashSettings)
+    lessons: LessonSettings = field(default_factory=LessonSettings)
     learning_rate: float = 1e-3
     warmup_steps: int = 20
     cosine_steps: int | None = None
@@ -64,15 +67,17 @@ class StepReport:
     skipped: bool
 
 
-def objective_of(drafter: Drafter, target: FrozenTarget, settings: OnlineSettings) -> Objective:
-    """The loss a drafter is trained by."""
+def objective_of(
+    drafter: Drafter, target: FrozenTarget, settings: OnlineSettings, earlier: Drafter | None = None
+) -> Objective:
+    """The loss a drafter is trained by. earlier: of the same kind, what must not be forgotten on replayed rows."""
     match drafter:
         case Eagle3Drafter():
-            return TttObjective(drafter, target, settings.ttt)
+            return TttObjective(drafter, target, settings.ttt, settings.lessons, earlier)
         case Eagle1Drafter():
             return Eagle1Objective(drafter, target, settings.feature)
         case DflashDrafter():
-            return DflashObjective(drafter, target, settings.block)
+            return DflashObjective(drafter, target, settings.block, settings.lessons, earlier)
     raise TypeError(f"no objective trains a {type(drafter).__name__}")
 
 
@@ -105,6 +110,11 @@ class OnlineTrainer:
             weight_decay=settings.weight_decay,
             fused=True,
         )
+
+    def guard(self, earlier: Drafter) -> None:
+        """From now on keep to what this drafter says on replayed rows, if `lessons.guard_weight` says so."""
+        if self.settings.lessons.guard_weight > 0.0:
+            self._objective = objective_of(self.drafter, self.target, self.settings, earlier)
 
     def step(self, *batches: Batch) -> StepReport:
         """Forward and backward of each batch, and one update. Every process of the group gives equally many."""

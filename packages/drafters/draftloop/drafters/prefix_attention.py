@@ -11,12 +11,14 @@ outlives its strip, in the forward pass or in the backward pass (the recomputati
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-# Scores alive at a time: 16 MiB in fp32.
-_STRIP_SCORES = 1 << 22
+# Scores alive at a time: 4 MiB in fp32. They are walked several times, so they should stay in a CPU's cache; and
+# the shorter a strip, the fewer hidden keys are multiplied.
+_STRIP_SCORES = 1 << 20
 
 
 def rope(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -33,16 +35,18 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos.unsqueeze(1).to(x.dtype) + torch.cat((-high, low), dim=-1) * sin.unsqueeze(1).to(x.dtype)
 
 
-def prefix_attention(query: Tensor, visible: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Attend to the first `visible` rows of a prefix.
+def prefix_attention(
+    query: Tensor, first: Tensor, visible: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Attend to the prefix rows first <= t < visible, of which there is at least one.
 
-    query: [B, heads, S, D].  visible: [B, S] int64, at least 1.  key, value: [B, kv_heads, T, D].
+    query: [B, heads, S, D].  first, visible: [B, S] int64.  key, value: [B, kv_heads, T, D].
     Returns the attended values [B, heads, S, D] and the log-sum-exp of the scores [B, heads, S] (fp32 or fp64).
     """
     kind = query.device.type
     if torch.is_autocast_enabled(kind):
         query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
-    return _PrefixAttention.apply(query.contiguous(), visible, key, value)
+    return _PrefixAttention.apply(query.contiguous(), first, visible, key, value)
 
 
 def merge(out: Tensor, log_norm: Tensor, own_scores: Tensor, own_values: Tensor) -> Tensor:
@@ -64,23 +68,30 @@ def share_heads(x: Tensor, heads: int) -> Tensor:
 class _PrefixAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx, query: Tensor, visible: Tensor, key: Tensor, value: Tensor
+        ctx: torch.autograd.function.FunctionCtx,
+        query: Tensor,
+        first: Tensor,
+        visible: Tensor,
+        key: Tensor,
+        value: Tensor,
     ) -> tuple[Tensor, Tensor]:
         grouped = _group(query, key)
         out = torch.empty_like(grouped)
         log_norm = grouped.new_empty(grouped.shape[:-1], dtype=_wide(query.dtype))
-        for strip, stop in _strips(grouped, visible, key):
-            scores = _scores(grouped[..., strip, :], visible[:, strip], key[:, :, :stop])
-            norm = scores.logsumexp(-1, keepdim=True)
-            log_norm[..., strip] = norm.squeeze(-1)
-            weights = scores.sub_(norm).exp_().to(query.dtype)
-            out[..., strip, :] = _by_rows(weights, value[:, :, :stop])
-        ctx.save_for_backward(query, visible, key, value, out, log_norm)
+        for strip in _strips(grouped, first, visible, key):
+            scores = _scores(grouped[..., strip.rows, :], first, visible, key, strip)
+            top = scores.amax(-1, keepdim=True)
+            weights = scores.sub_(top).exp_()
+            total = weights.sum(-1, keepdim=True)
+            log_norm[..., strip.rows] = (top + total.log()).squeeze(-1)
+            attended = _by_rows(weights.to(query.dtype), value[:, :, strip.keys])
+            out[..., strip.rows, :] = attended / total
+        ctx.save_for_backward(query, first, visible, key, value, out, log_norm)
         return out.flatten(1, 2), log_norm.flatten(1, 2)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, None, Tensor, Tensor]:
-        query, visible, key, value, out, log_norm = ctx.saved_tensors  # type: ignore[attr-defined]
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, None, None, Tensor, Tensor]:
+        query, first, visible, key, value, out, log_norm = ctx.saved_tensors  # type: ignore[attr-defined]
         grouped, scale = _group(query, key), query.shape[-1] ** -0.5
         grad_out, grad_norm = grads[0].view_as(out), grads[1].view_as(log_norm)
         # What every weight's gradient loses to the softmax, less what the log-sum-exp itself is asked for.
@@ -88,16 +99,26 @@ class _PrefixAttention(torch.autograd.Function):
         grad_query = torch.empty_like(grouped)
         grad_key = torch.zeros_like(key, dtype=log_norm.dtype)
         grad_value = torch.zeros_like(value, dtype=log_norm.dtype)
-        for strip, stop in _strips(grouped, visible, key):
-            q, g = grouped[..., strip, :], grad_out[..., strip, :]
-            scores = _scores(q, visible[:, strip], key[:, :, :stop])
-            weights = scores.sub_(log_norm[..., strip, None]).exp_()
-            grad_value[:, :, :stop] += _by_columns(weights.to(g.dtype), g)
-            grad_weights = _by_rows(g, value[:, :, :stop].transpose(-1, -2))
-            grad_scores = (grad_weights - lost[..., strip, None]).mul_(weights).mul_(scale).to(q.dtype)
-            grad_query[..., strip, :] = _by_rows(grad_scores, key[:, :, :stop])
-            grad_key[:, :, :stop] += _by_columns(grad_scores, q)
-        return grad_query.flatten(1, 2), None, grad_key.to(key.dtype), grad_value.to(value.dtype)
+        for strip in _strips(grouped, first, visible, key):
+            rows, keys = strip.rows, strip.keys
+            q, g = grouped[..., rows, :], grad_out[..., rows, :]
+            weights = _scores(q, first, visible, key, strip).sub_(log_norm[..., rows, None]).exp_()
+            grad_value[:, :, keys] += _by_columns(weights.to(g.dtype), g)
+            grad_weights = _by_rows(g, value[:, :, keys].transpose(-1, -2)).to(weights.dtype)
+            grad_scores = grad_weights.sub_(lost[..., rows, None]).mul_(weights).to(q.dtype)
+            grad_query[..., rows, :] = _by_rows(grad_scores, key[:, :, keys])
+            grad_key[:, :, keys] += _by_columns(grad_scores, q)
+        grad_query, grad_key = grad_query.mul_(scale), grad_key.mul_(scale)
+        return grad_query.flatten(1, 2), None, None, grad_key.to(key.dtype), grad_value.to(value.dtype)
+
+
+@dataclass(frozen=True)
+class _Strip:
+    """Queries `rows` see no prefix row outside `keys`; of these, all see `common`."""
+
+    rows: slice
+    keys: slice
+    common: slice
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -109,20 +130,29 @@ def _group(query: Tensor, key: Tensor) -> Tensor:
     return query.view(query.shape[0], key.shape[1], -1, *query.shape[2:])
 
 
-def _strips(grouped: Tensor, visible: Tensor, key: Tensor) -> Iterator[tuple[slice, int]]:
-    """Strips of queries, each with the number of prefix rows its queries see at most."""
+def _strips(grouped: Tensor, first: Tensor, visible: Tensor, key: Tensor) -> Iterator[_Strip]:
     rows = grouped.shape[0] * grouped.shape[1] * grouped.shape[2]
     width = max(1, min(grouped.shape[3], _STRIP_SCORES // max(rows * key.shape[2], 1)))
-    most: list[int] = [int(strip.max()) for strip in torch.split(visible.cpu(), width, dim=1)]
-    for index, stop in enumerate(most):
-        yield slice(index * width, (index + 1) * width), stop
+    begins, stops = torch.split(first.cpu(), width, dim=1), torch.split(visible.cpu(), width, dim=1)
+    for index, (begin, stop) in enumerate(zip(begins, stops, strict=True)):
+        part = slice(index * width, (index + 1) * width)
+        keys, common = slice(int(begin.min()), int(stop.max())), slice(int(begin.max()), int(stop.min()))
+        yield _Strip(part, keys, common)
 
 
-def _scores(query: Tensor, visible: Tensor, key: Tensor) -> Tensor:
-    """query: [B, kv, group, s, D].  visible: [B, s].  key: [B, kv, t, D].  Returns [B, kv, group, s, t]."""
-    scores = _by_rows(query * query.shape[-1] ** -0.5, key.transpose(-1, -2)).to(_wide(query.dtype))
-    hidden = torch.arange(key.shape[2], device=key.device) >= visible[:, None, None, :, None]
-    return scores.masked_fill_(hidden, -torch.inf)
+def _scores(query: Tensor, first: Tensor, visible: Tensor, key: Tensor, strip: _Strip) -> Tensor:
+    """query: [B, kv, group, s, D] of the strip.  first, visible: [B, S].  Returns [B, kv, group, s, len(keys)]."""
+    scores = _by_rows(query * query.shape[-1] ** -0.5, key[:, :, strip.keys].transpose(-1, -2))
+    scores = scores.to(_wide(query.dtype))
+    low, high, begin = strip.keys.start, strip.keys.stop, strip.common.start
+    if begin > low:
+        columns = torch.arange(low, min(begin, high), device=key.device)
+        hidden = columns < first[:, None, None, strip.rows, None]
+        scores[..., : len(columns)].masked_fill_(hidden, -torch.inf)
+    columns = torch.arange(max(strip.common.stop, low), high, device=key.device)
+    hidden = columns >= visible[:, None, None, strip.rows, None]
+    scores[..., high - low - len(columns) :].masked_fill_(hidden, -torch.inf)
+    return scores
 
 
 def _by_rows(x: Tensor, y: Tensor) -> Tensor:

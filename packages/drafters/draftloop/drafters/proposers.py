@@ -62,7 +62,12 @@ class EagleProposer:
         new = drafter.prefix(states, F.embedding(reads, self._target.embedding)[None], start)
         old = self._prefix
         if old is not None:
-            new = replace(new, key=torch.cat((old.key, new.key), 2), value=torch.cat((old.value, new.value), 2))
+            new = replace(
+                new,
+                key=torch.cat((old.key, new.key), 2),
+                value=torch.cat((old.value, new.value), 2),
+                starts=torch.cat((old.starts, new.starts), 1),
+            )
         self._prefix = new
         last = torch.tensor([[len(self._tokens) - 1]])
         feature = drafter.attend(new.residual[:, -1:], new.query[:, :, -1:], last, new, OwnKeys())
@@ -118,7 +123,11 @@ class DflashProposer:
         assert self._context is not None, "observe comes before draft"
         embedding, mask = self._target.embedding, self._drafter.config.mask_token_id
         block = self._drafter(
-            self._context, embedding[root].view(1, 1, -1), embedding[mask], torch.tensor([[self._rows]])
+            self._context,
+            embedding[root].view(1, 1, -1),
+            embedding[mask],
+            torch.tensor([[self._rows]]),
+            torch.zeros(1, 1).long(),
         )
         best = self._drafter.guess_logits(block[0, 0, 1:], self._target).log_softmax(-1).max(-1)
         return chain(best.indices, best.values, root)

@@ -21,21 +21,26 @@ from draftloop.drafters.dflash import DflashConfig
 from draftloop.drafters.dflash import default_layer_ids as dflash_layer_ids
 from draftloop.drafters.drafter import Drafter, Shape, shape_of_target
 from draftloop.drafters.eagle3 import Eagle3Config, default_layer_ids
-from draftloop.drafters.layouts import build, tensor_shapes
+from draftloop.drafters.layouts import WEIGHT_DTYPES, build, tensor_shapes
 from draftloop.drafters.vocab import check_draft_ids, ids_from_offsets
 
-# The target's own embedding, and maps that `d2t` already says; SGLang ignores them too.
-_NOT_OURS = ("embed_tokens.weight", "t2d", "rotary_emb.inv_freq")
+# The target's own embedding, head and norm, and maps that `d2t` already says; SGLang ignores them too.
+_NOT_OURS = ("embed_tokens.weight", "t2d", "rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")
+# How far a copy of the embedding may lie from the target's: a rounding to bf16.
+_ROUNDING = 2**-7
 
 
-def load_public(folder: Path, target: Mapping[str, Any]) -> Drafter:
-    """Read a published drafter for a target, given the target's parsed `config.json`."""
+def load_public(folder: Path, target: Mapping[str, Any], embedding: Tensor) -> Drafter:
+    """Read a published drafter for a target, given the target's parsed `config.json` and its embedding [V, H]."""
     raw = _read_json(folder / "config.json")
     config = public_config(raw, target)
     tensors = _read_tensors(folder)
     _check_maps(folder, tensors)
+    _check_embedding(folder, tensors, embedding)
     shapes = tensor_shapes(config)
-    kept = {name: tensor for name, tensor in tensors.items() if not name.endswith(_NOT_OURS)}
+    # DFlash's head is the target's.
+    others = (*_NOT_OURS, "lm_head.weight") if isinstance(config, DflashConfig) else _NOT_OURS
+    kept = {name: tensor for name, tensor in tensors.items() if not name.endswith(others)}
     if missing := sorted(shapes.keys() - kept.keys()):
         raise CheckpointError(f"{folder}: tensor {missing[0]} is missing; this is no drafter of its config.json")
     if extra := sorted(kept.keys() - shapes.keys()):
@@ -43,6 +48,8 @@ def load_public(folder: Path, target: Mapping[str, Any]) -> Drafter:
     for name, tensor in kept.items():
         if tuple(tensor.shape) != shapes[name]:
             raise CheckpointError(f"{folder}: tensor {name} has shape {list(tensor.shape)}, not {list(shapes[name])}")
+        if name != "d2t" and tensor.dtype not in WEIGHT_DTYPES:
+            raise CheckpointError(f"{folder}: tensor {name} is {tensor.dtype}: quantised; export the drafter in bf16")
         if not bool(torch.isfinite(tensor).all()):
             raise CheckpointError(f"{folder}: tensor {name} holds NaN or infinite values; do not serve this drafter")
     if "d2t" in kept:
@@ -55,6 +62,8 @@ def load_public(folder: Path, target: Mapping[str, Any]) -> Drafter:
 
 def public_config(raw: Mapping[str, Any], target: Mapping[str, Any]) -> Shape:
     """The shape a published `config.json` describes. Raises CheckpointError where it does not fit the target."""
+    if raw.get("quantization_config") is not None:
+        raise CheckpointError("the drafter is quantised; a drafter is trained and swapped in bf16, fp16 or fp32")
     if raw.get("speculators_model_type") is not None:
         return _speculators(raw, target)
     match raw.get("architectures"):
@@ -69,12 +78,16 @@ def public_config(raw: Mapping[str, Any], target: Mapping[str, Any]) -> Shape:
 def _eagle3(
     layer: Mapping[str, Any], raw: Mapping[str, Any], ids: list[int] | None, target: Mapping[str, Any]
 ) -> Eagle3Config:
-    shape = _fitting_shape(layer, target)
-    return Eagle3Config(
-        **shape,
-        layer_ids=tuple(ids) if ids else default_layer_ids(int(target["num_hidden_layers"])),
-        draft_vocab_size=int(raw.get("draft_vocab_size") or shape["vocab_size"]),
-    )
+    shape, depth = _fitting_shape(layer, target), int(target["num_hidden_layers"])
+    size = int(raw.get("draft_vocab_size") or shape["vocab_size"])
+    if raw.get("tie_word_embeddings") and size != shape["vocab_size"]:
+        raise CheckpointError("the drafter ties its head to the embedding, but its vocabulary is smaller: no such head")
+    if ids and not all(0 <= i < depth - 1 for i in ids):
+        raise CheckpointError(
+            f"the drafter reads layers {ids} of a {depth}-layer target; ids are outputs of layer i, from 0 to "
+            f"{depth - 2}: an exporter that counts the embedding as layer 0 is off by one"
+        )
+    return Eagle3Config(**shape, layer_ids=tuple(ids) if ids else default_layer_ids(depth), draft_vocab_size=size)
 
 
 def _dflash(raw: Mapping[str, Any], target: Mapping[str, Any]) -> DflashConfig:
@@ -95,9 +108,30 @@ def _dflash(raw: Mapping[str, Any], target: Mapping[str, Any]) -> DflashConfig:
     )
 
 
-def _speculators(raw: Mapping[str, Any], target: Mapping[str, Any]) -> Eagle3Config:
-    if raw["speculators_model_type"] != "eagle3":
-        raise CheckpointError(f"speculators model {raw['speculators_model_type']} is not supported, only eagle3")
+def _speculators(raw: Mapping[str, Any], target: Mapping[str, Any]) -> Shape:
+    match raw["speculators_model_type"]:
+        case "eagle3":
+            return _speculators_eagle3(raw, target)
+        case "dflash":
+            return _speculators_dflash(raw, target)
+    raise CheckpointError(f"speculators model {raw['speculators_model_type']} is not supported, only eagle3 and dflash")
+
+
+def _speculators_dflash(raw: Mapping[str, Any], target: Mapping[str, Any]) -> DflashConfig:
+    layer = raw["transformer_layer_config"]
+    if raw.get("sample_from_anchor"):
+        raise CheckpointError("the drafter guesses from the anchor's own slot; in SGLang's block that token is known")
+    if int(raw.get("draft_vocab_size", target["vocab_size"])) != int(target["vocab_size"]):
+        raise CheckpointError("a DFlash drafter of a smaller vocabulary is not supported: its head is the target's")
+    if "sliding_attention" in layer.get("layer_types", ()):
+        raise CheckpointError("the drafter has sliding-window layers, which are not supported")
+    dflash = {"target_layer_ids": raw.get("aux_hidden_state_layer_ids"), "block_size": raw.get("block_size", 8)}
+    if raw.get("mask_token_id") is not None:
+        dflash["mask_token_id"] = raw["mask_token_id"]
+    return _dflash({**layer, "dflash_config": dflash}, target)
+
+
+def _speculators_eagle3(raw: Mapping[str, Any], target: Mapping[str, Any]) -> Eagle3Config:
     if raw.get("norm_before_residual"):
         raise CheckpointError("norm_before_residual adds the normed feature; SGLang's layer adds the un-normed one")
     ids = raw.get("eagle_aux_hidden_state_layer_ids")
@@ -123,6 +157,15 @@ def _check_maps(folder: Path, tensors: Mapping[str, Tensor]) -> None:
         said = tensors["t2d"].bool().nonzero().flatten()
         if not torch.equal(said, ids_from_offsets(tensors["d2t"].long())):
             raise CheckpointError(f"{folder}: t2d and d2t describe different draft vocabularies; do not serve it")
+
+
+def _check_embedding(folder: Path, tensors: Mapping[str, Tensor], embedding: Tensor) -> None:
+    """A drafter is trained on the target's embedding. One that carries another was trained on that, or on nothing."""
+    for name, tensor in tensors.items():
+        if name.endswith("embed_tokens.weight") and not (
+            tensor.shape == embedding.shape and torch.allclose(tensor.float(), embedding, rtol=_ROUNDING, atol=1e-6)
+        ):
+            raise CheckpointError(f"{folder}: {name} is not the target's embedding: trained on another, or never set")
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -35,6 +35,7 @@ class Prefix:
 
     residual: [B, T, H], what the layer adds to.  query: [B, heads, T, D].  key, value: [B, kv_heads, T, D].
     token_part: [B, T+steps-1, P], row t+j is what the token that step j of position t reads brings.
+    starts: [B, T] int64, the first row that row t may see.
     """
 
     residual: Tensor
@@ -42,13 +43,16 @@ class Prefix:
     key: Tensor
     value: Tensor
     token_part: Tensor
+    starts: Tensor
 
     def tensors(self) -> list[Tensor]:
-        return [getattr(self, field.name) for field in fields(self)]
+        """Those with a gradient."""
+        return [self.residual, self.query, self.key, self.value, self.token_part]
 
     def leaves(self) -> Prefix:
         """The same numbers cut off from the graph, collecting gradients of their own."""
-        return Prefix(*(tensor.detach().requires_grad_() for tensor in self.tensors()))
+        residual, query, key, value, token_part = (tensor.detach().requires_grad_() for tensor in self.tensors())
+        return Prefix(residual, query, key, value, token_part, self.starts)
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,12 @@ class RecurrentDrafter(Drafter):
         return self.unroll(self.prefix(states, embeddings), positions, steps)
 
     def guess(self, batch: Batch, target: FrozenTarget, positions: Tensor, steps: int) -> list[Tensor]:
-        return self(self.states(batch), self.step_embeddings(batch, target, steps), positions, steps)
+        return self.unroll(self.batch_prefix(batch, target, steps), positions, steps)
+
+    def batch_prefix(self, batch: Batch, target: FrozenTarget, steps: int) -> Prefix:
+        """See `Prefix`; each record of the batch is by itself."""
+        prefix = self.prefix(self.states(batch), self.step_embeddings(batch, target, steps))
+        return replace(prefix, starts=batch.starts)
 
     def step_embeddings(self, batch: Batch, target: FrozenTarget, steps: int) -> Tensor:
         """[B, T+steps-1, H]: row t+j is the embedding of the token that step j of position t reads."""
@@ -108,7 +117,8 @@ class RecurrentDrafter(Drafter):
         cos, sin = self.shape.rope(torch.arange(start, start + length, device=states.device)[None])
         token_part = self.project_tokens(embeddings)
         residual, qkv = self.join(token_part[:, :length], self.first_feature(states))
-        return Prefix(residual, *self.shape.split(qkv, cos, sin), token_part)
+        starts = torch.zeros(states.shape[:2], dtype=torch.int64, device=states.device)
+        return Prefix(residual, *self.shape.split(qkv, cos, sin), token_part, starts)
 
     def unroll(self, prefix: Prefix, positions: Tensor, steps: int) -> list[Tensor]:
         """The features of `steps` steps from the chosen positions [B, S]: one [B, S, H] per step."""
@@ -134,12 +144,15 @@ class RecurrentDrafter(Drafter):
         return self.attend(residual, query, seen, prefix, own), own
 
     def attend(self, residual: Tensor, query: Tensor, positions: Tensor, prefix: Prefix, own: OwnKeys) -> Tensor:
-        attended = ttt_attention(query, positions, (prefix.key, prefix.value), own.keys, own.values)
+        attended = ttt_attention(
+            query, prefix.starts.gather(1, positions), positions, (prefix.key, prefix.value), own.keys, own.values
+        )
         return self.finish_layer(residual, attended)
 
 
 def ttt_attention(
     query: Tensor,
+    first: Tensor,
     positions: Tensor,
     prefix: tuple[Tensor, Tensor],
     own_keys: Sequence[Tensor],
@@ -147,11 +160,12 @@ def ttt_attention(
 ) -> Tensor:
     """Attention of training-time test at step j = len(own_keys), for S chosen positions of each sequence.
 
-    query: [B, heads, S, D].  positions: [B, S] int64, where each query started.  prefix: step 0's key and value
+    query: [B, heads, S, D].  first, positions: [B, S] int64, where each query's record begins
+    and where the query started.  prefix: step 0's key and value
     of all positions, [B, kv_heads, T, D] each.  own_keys, own_values: of steps 1..j at the chosen positions,
     [B, kv_heads, S, D] each.  Returns [B, heads, S, D].
     """
-    out, log_norm = prefix_attention(query, positions + 1, *prefix)
+    out, log_norm = prefix_attention(query, first, positions + 1, *prefix)
     if not own_keys:
         return out
     heads, scale = query.shape[1], query.shape[-1] ** -0.5

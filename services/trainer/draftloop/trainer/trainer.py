@@ -24,7 +24,7 @@ from draftloop.core.config import Config
 from draftloop.core.manifest import Lineage, Manifest
 from draftloop.core.records import CaptureRecord
 from draftloop.core.versions import VersionRegistry
-from draftloop.drafters.batch import collate
+from draftloop.drafters.batch import Batch, collate
 from draftloop.drafters.checkpoint import load_any, save_drafter
 from draftloop.drafters.device import use_cuda
 from draftloop.drafters.dflash import DflashDrafter
@@ -32,6 +32,7 @@ from draftloop.drafters.dflash_loss import DflashSettings
 from draftloop.drafters.drafter import Drafter
 from draftloop.drafters.eagle3_loss import TttSettings
 from draftloop.drafters.layouts import build
+from draftloop.drafters.lessons import LessonSettings
 from draftloop.drafters.metrics import GateScore, expected_accepted_length, prepare_holdout
 from draftloop.drafters.online import OnlineSettings, OnlineTrainer, StepReport
 from draftloop.drafters.target import FrozenTarget, end_ids, load_target_weights, read_target_config
@@ -71,6 +72,7 @@ class Trainer:
         self._target = self._target.to(self._device)
         drafter, _ = self._load(serving)
         self._trainer = OnlineTrainer(drafter, self._target, online_settings(config), config.seed)
+        self._trainer.guard(self._serving)
         self._deletions = None if store is None else Deletions(store)
         self._registry = None if store is None else VersionRegistry(store)
         self._tainted: str | None = None
@@ -183,18 +185,29 @@ class Trainer:
 
     def _step(self) -> StepReport | None:
         settings = self._config.trainer
-        kept = self._buffer.sample(settings.batch_tokens)
-        if not kept:
+        drawn = [self._buffer.sample(settings.batch_tokens) for _ in range(settings.accumulate)]
+        if not all(drawn):
             return None
-        records = [one.record for one in kept]
-        batch = collate(records, settings.max_length, self._device, self._trainer.generator)
-        report = self._trainer.step(batch)
-        for one in kept:
-            if not one.used:
-                self._note_use(one)
-        # A step that was skipped counts too: its records would come again and again otherwise.
-        self._buffer.mark_trained(kept)
+        report = self._trainer.step(*(self._batch(kept) for kept in drawn))
+        for kept in drawn:
+            for one in kept:
+                if not one.used:
+                    self._note_use(one)
+            # A step that was skipped counts too: its records would come again and again otherwise.
+            self._buffer.mark_trained(kept)
         return report
+
+    def _batch(self, kept: Sequence[Kept]) -> Batch:
+        replayed = {id(one.record) for one in kept if one.trained}
+        settings = self._config.trainer
+        return collate(
+            [one.record for one in kept],
+            settings.max_length,
+            self._device,
+            self._trainer.generator,
+            packed=settings.packed,
+            replayed=lambda record: id(record) in replayed,
+        )
 
     def _note_use(self, kept: Kept) -> None:
         self._subjects.add(kept.record)
@@ -249,6 +262,7 @@ class Trainer:
     def promoted(self, folder: Path) -> None:
         """The checkpoint in `folder` serves now: later candidates are compared with it."""
         self._serving, self._manifest = self._load(folder)
+        self._trainer.guard(self._serving)
         self._note_promoted(folder)
 
     def _note_promoted(self, folder: Path) -> None:
@@ -280,11 +294,13 @@ def open_buffer(config: Config, store: Path | None) -> ReplayBuffer:
 def online_settings(config: Config) -> OnlineSettings:
     trainer = config.trainer
     return OnlineSettings(
-        ttt=TttSettings(steps=trainer.ttt_steps, decay=trainer.ttt_decay),
+        ttt=TttSettings(steps=trainer.ttt_steps, decay=trainer.ttt_decay, divergence=trainer.divergence),
         # The paper's 4, 5 and 7 for blocks of 8, 10 and 16.
         block=DflashSettings(gamma=min(config.drafter.block_size / 2, 7.0)),
+        lessons=LessonSettings(refused_weight=trainer.refused_weight, guard_weight=trainer.guard_weight),
         learning_rate=trainer.learning_rate,
         warmup_steps=trainer.warmup_steps,
+        cosine_steps=trainer.cosine_steps,
         weight_decay=trainer.weight_decay,
         clip_norm=trainer.clip_norm,
         ema_decay=trainer.ema_decay,
