@@ -49,6 +49,13 @@ class ServerConfig(_Section):
     num_draft_tokens: int = Field(8, ge=2)
     max_running_requests: int = Field(16, ge=1)
     max_total_tokens: int = Field(16384, ge=512)
+    cards: tuple[int, ...] = Field((0,), min_length=1, description="GPUs that serve, one worker each")
+    mem_fraction: float | None = Field(
+        None, gt=0.0, lt=1.0, description="share of a GPU for weights and KV cache; None = SGLang's choice"
+    )
+    attention: Literal["flashinfer", "draftloop_flashinfer"] = Field(
+        "flashinfer", description="of a GPU: SGLang's own, or ours, which verifies trees without masking the prefix"
+    )
     chunked_prefill_size: int = Field(512, ge=64)
     threads: int | None = Field(None, ge=1, description="CPU threads; None = all cores that the trainer leaves")
     start_timeout_s: float = 240.0
@@ -78,6 +85,7 @@ class TrainerConfig(_Section):
     batch_tokens: int = Field(256, ge=32, description="small steps learn most per second on a CPU")
     max_length: int = Field(1024, ge=32)
     threads: int = Field(1, ge=1)
+    cards: tuple[int, ...] = Field((0,), min_length=1, description="GPUs that train, one process each")
 
 
 class GateConfig(_Section):
@@ -108,6 +116,13 @@ class DemoConfig(_Section):
     overhead_pairs: int = Field(4, ge=1)
 
 
+class HardwareConfig(_Section):
+    """The GPUs a config is made for, so that it can be planned where there is none. None = what torch sees."""
+
+    cards: int | None = Field(None, ge=1)
+    card_gib: float | None = Field(None, gt=0.0)
+
+
 class Config(_Section):
     """The whole of `draftloop.yaml`."""
 
@@ -120,6 +135,7 @@ class Config(_Section):
     gate: GateConfig = Field(default_factory=GateConfig)
     traffic: TrafficConfig = Field(default_factory=TrafficConfig)
     demo: DemoConfig = Field(default_factory=DemoConfig)
+    hardware: HardwareConfig = Field(default_factory=HardwareConfig)
 
 
 def load_config(path: Path | None, overrides: Iterable[str] = ()) -> Config:

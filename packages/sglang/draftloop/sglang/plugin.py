@@ -13,12 +13,13 @@ from draftloop.sglang.tap import Tap, TapSettings
 
 
 def load() -> None:
-    """Tell every process the CPU attention backend's name; in the scheduler's, hook what this server needs."""
+    """Tell every process our attention backend's name; in the scheduler's, hook what this server needs."""
     on_cpu = os.environ.get("SGLANG_PLATFORM") == PLATFORM_NAME
     if on_cpu:
         from draftloop.sglang.cpu.register import register_backend
-
-        register_backend()
+    else:
+        from draftloop.sglang.gpu.register import register_backend
+    register_backend()
     if runs_scheduler():
         _hook_scheduler(on_cpu, TapSettings.from_environment())
 

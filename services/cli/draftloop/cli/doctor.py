@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from draftloop.cli.plan import plan_cards
 from draftloop.cli.run_folder import NEEDED_BYTES
 from draftloop.core.config import Config
 from draftloop.core.errors import DraftloopError
@@ -43,6 +44,7 @@ def examine(config: Config) -> list[Finding]:
         ("disk", lambda: [_disk(Path.cwd())]),
         ("port", lambda: [_port(config)]),
         ("target", lambda: [Finding("target", True, str(resolve_target(config.target.path)))]),
+        ("plan", lambda: _plan(config)),
         ("hooks", lambda: _hooks(config)),
     ]
     findings: list[Finding] = []
@@ -90,6 +92,16 @@ def _disk(folder: Path) -> Finding:
 def _port(config: Config) -> Finding:
     port = free_port(config.server.host, config.server.port)
     return Finding("port", True, f"{config.server.host}:{port} is free")
+
+
+def _plan(config: Config) -> list[Finding]:
+    """What `draftloop plan` says of each GPU; nothing for a CPU."""
+    if not use_cuda(config.server.device) and config.hardware.card_gib is None:
+        return []
+    return [
+        Finding(f"card {plan.card}", plan.problem is None, plan.problem or f"{plan.total:.1f} of {plan.gib:.1f} GiB")
+        for plan in plan_cards(config)
+    ]
 
 
 def _hooks(config: Config) -> list[Finding]:
