@@ -14,7 +14,7 @@ from tiny_llama import HIDDEN, LAYERS, VOCAB, TinyTarget
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
-from draftloop.cli.doctor import examine
+from draftloop.cli.doctor import compiler, examine
 from draftloop.cli.main import app
 from draftloop.cli.plan import activation_bytes, plan_cards, show, sizes_of, target_shape
 from draftloop.core.config import Config, load_config
@@ -124,6 +124,17 @@ def test_the_doctor_checks_a_shipped_config() -> None:
     wrong = {finding.what: finding.detail for finding in found if finding.ok is False}
     assert "sees no GPU" in wrong["device"]
     assert "/models/Qwen3-8B" in wrong["target"]
+
+
+def test_the_doctor_looks_for_the_compiler_that_flashinfer_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert compiler().ok is False
+    assert "CUDA_HOME" in compiler().detail
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").touch()
+    assert compiler().ok is True
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ def examine(config: Config) -> list[Finding]:
     checks: list[tuple[str, Callable[[], list[Finding]]]] = [
         ("packages", _packages),
         ("device", lambda: [_device(config)]),
+        ("compiler", lambda: [compiler()] if use_cuda(config.server.device) else []),
         ("memory", lambda: [_memory()]),
         ("disk", lambda: [_disk(Path.cwd())]),
         ("port", lambda: [_port(config)]),
@@ -77,6 +79,15 @@ def _device(config: Config) -> Finding:
         return Finding("device", False, "server.device is cuda and torch sees no GPU: use auto or cpu")
     properties = torch.cuda.get_device_properties(0)
     return Finding("device", True, f"{properties.name}, {properties.total_memory >> 30} GiB, FlashInfer attention")
+
+
+def compiler() -> Finding:
+    """FlashInfer compiles its kernels at first use, with the first nvcc that it finds in these places."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    found = Path(home) / "bin/nvcc" if home else Path(shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc")
+    if found.is_file():
+        return Finding("compiler", True, str(found))
+    return Finding("compiler", False, f"no {found}: FlashInfer needs a CUDA toolkit, set CUDA_HOME to torch's version")
 
 
 def _memory() -> Finding:
