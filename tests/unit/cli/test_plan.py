@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from draftloop.cli.doctor import compiler, examine
 from draftloop.cli.main import app
-from draftloop.cli.plan import activation_bytes, plan_cards, show, sizes_of, target_shape
-from draftloop.core.config import Config, load_config
+from draftloop.cli.plan import activation_bytes, place, plan_cards, show, sizes_of, target_shape
+from draftloop.core.config import Config, FleetConfig, load_config
 from draftloop.core.errors import ConfigError
 from draftloop.drafters.batch import Batch
 from draftloop.drafters.dflash import DflashConfig, DflashDrafter
@@ -144,6 +144,7 @@ def test_the_doctor_looks_for_the_compiler_that_flashinfer_needs(
         (["hardware.card_gib=24", "server.mem_fraction=0.6"], "use larger cards or a smaller target"),
         (["server.mem_fraction=0.9"], "train on other cards"),
         (["server.mem_fraction=null"], "set server.mem_fraction"),
+        (["fleet.workers=2", "fleet.gpus_per_worker=0.25"], "would hold 2 servers"),
         (["trainer.batch_tokens=65536", "drafter.kind=dflash", "hardware.card_gib=80"], "card 0"),
     ],
 )
@@ -152,6 +153,25 @@ def test_what_does_not_fit_is_one_line_that_says_what_to_change(overrides: list[
     assert plan.problem is not None
     assert says in plan.problem
     assert "\n" not in plan.problem
+
+
+@pytest.mark.parametrize(
+    ("fleet", "serves", "trains"),
+    [
+        ((1, 0.5, 0.5), [1, 0], [True, False]),
+        ((1, 1.0, 1.0), [1, 0], [False, True]),
+        ((1, 0.6, 0.5), [1, 0], [False, True]),
+        ((2, 0.5, 0.5), [2, 0], [False, True]),
+        ((1, None, None), [1, 0], [False, True]),
+    ],
+)
+def test_workers_and_trainer_go_where_ray_has_room(
+    fleet: tuple[int, float | None, float | None], serves: list[int], trains: list[bool]
+) -> None:
+    config = Config(fleet=FleetConfig(workers=fleet[0], gpus_per_worker=fleet[1], trainer_gpus=fleet[2]))
+    uses = place(config, 2)
+    assert [use.serves for use in uses] == serves
+    assert [use.trains for use in uses] == trains
 
 
 def test_the_suggested_cache_fits() -> None:
@@ -165,7 +185,8 @@ def test_the_suggested_cache_fits() -> None:
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["server.cards=[0, 3]"], "card 3 is asked for"),
+        (["fleet.workers=2"], "do not go onto 1 GPUs"),
+        (["fleet.trainer_gpus=2", "hardware.cards=2"], "do not go onto 2 GPUs"),
         (["target.path=/models/Unheard-Of"], "no model known by name"),
         (["hardware.cards=null", "hardware.card_gib=null"], "hardware.card_gib"),
     ],

@@ -117,9 +117,7 @@ def server_environment(config: Config, tap: TapSettings | None) -> dict[str, str
     environment = dict(os.environ)
     # A model or tokenizer is always a local folder here; a look-up at a hub would only cost a time-out.
     environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    if use_cuda(config.server.device):
-        environment["CUDA_VISIBLE_DEVICES"] = str(config.server.cards[0])
-    else:
+    if not use_cuda(config.server.device):
         environment |= {
             "SGLANG_PLATFORM": PLATFORM_NAME,
             "SGLANG_EXTERNAL_MODEL_PACKAGE": EXTERNAL_MODELS,

@@ -7,6 +7,7 @@ CUDA contexts, captured graphs, FlashInfer's workspace, fragmentation.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +63,14 @@ class CardPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class Use:
+    """Of one GPU. serves: servers on it."""
+
+    serves: int
+    trains: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Sizes:
     """Of a target and its drafter. kv_bytes: of one token in both caches."""
 
@@ -74,15 +83,34 @@ class Sizes:
 
 
 def plan_cards(config: Config) -> list[CardPlan]:
-    """One plan a GPU, in order. Raises ConfigError in one line."""
+    """One plan a GPU that is used, in order. Raises ConfigError in one line."""
     cards, gib = _hardware(config)
-    used = {*config.server.cards, *config.trainer.cards}
-    if missing := sorted(card for card in used if not 0 <= card < cards):
-        raise ConfigError(
-            f"there are {cards} GPUs and card {missing[0]} is asked for: change server.cards or trainer.cards"
-        )
+    uses = place(config, cards)
     sizes = sizes_of(config)
-    return [_plan_card(card, gib, config, sizes) for card in sorted(used)]
+    return [_plan_card(card, gib, config, sizes, use) for card, use in enumerate(uses) if use.serves or use.trains]
+
+
+def place(config: Config, cards: int) -> list[Use]:
+    """What Ray puts where: workers one after the other on the first GPU with room for their share, then the trainer."""
+    server_share = 1.0 if config.fleet.gpus_per_worker is None else config.fleet.gpus_per_worker
+    trainer_share = 1.0 if config.fleet.trainer_gpus is None else config.fleet.trainer_gpus
+    room, serves, trains = [1.0] * cards, [0] * cards, [False] * cards
+
+    def take(share: float) -> int:
+        card = next((card for card in range(cards) if room[card] >= share), None)
+        if card is None:
+            raise ConfigError(
+                f"{config.fleet.workers} workers of {server_share:g} GPUs and a trainer of {trainer_share:g} do not go "
+                f"onto {cards} GPUs: lower fleet.workers or their shares, or say more hardware.cards"
+            )
+        room[card] -= share
+        return card
+
+    for _ in range(config.fleet.workers):
+        serves[take(server_share)] += 1
+    for _ in range(math.ceil(trainer_share)):
+        trains[take(min(trainer_share, 1.0))] = True
+    return [Use(*use) for use in zip(serves, trains, strict=True)]
 
 
 def _hardware(config: Config) -> tuple[int, float]:
@@ -166,14 +194,13 @@ def activation_bytes(drafter: Drafter, tokens: int, steps: int) -> int:
     return 4 * (inputs + tokens * layer + min(tokens, segment) * steps * layer)
 
 
-def _plan_card(card: int, gib: float, config: Config, sizes: Sizes) -> CardPlan:
+def _plan_card(card: int, gib: float, config: Config, sizes: Sizes, use: Use) -> CardPlan:
     items: list[Item] = []
-    serves, trains = card in config.server.cards, card in config.trainer.cards
-    if serves:
+    if use.serves:
         items += _serving_items(config, sizes)
-    if trains:
+    if use.trains:
         items += _training_items(config, sizes)
-    return CardPlan(card, gib, tuple(items), _problem(card, gib, items, config, sizes, shared=serves and trains))
+    return CardPlan(card, gib, tuple(items), _problem(card, gib, items, config, sizes, use))
 
 
 def _serving_items(config: Config, sizes: Sizes) -> list[Item]:
@@ -204,9 +231,11 @@ def _training_items(config: Config, sizes: Sizes) -> list[Item]:
     ]
 
 
-def _problem(card: int, gib: float, items: list[Item], config: Config, sizes: Sizes, shared: bool) -> str | None:
+def _problem(card: int, gib: float, items: list[Item], config: Config, sizes: Sizes, use: Use) -> str | None:
     total, static = sum(item.gib for item in items), sum(item.gib for item in items if item.static)
-    if static and shared and config.server.mem_fraction is None:
+    if use.serves > 1:
+        return f"card {card} would hold {use.serves} servers: raise fleet.gpus_per_worker above 0.5"
+    if use.serves and use.trains and config.server.mem_fraction is None:
         return f"card {card} serves and trains: set server.mem_fraction, or SGLang takes nearly all of it"
     fraction = config.server.mem_fraction or USUAL_MEM_FRACTION
     if static > fraction * gib:
@@ -238,7 +267,7 @@ def show(plans: list[CardPlan], config: Config, console: Console) -> bool:
             table.add_row(item.what, f"{item.gib:.2f}")
         table.add_row("sum", f"{same[0].total:.2f} of {same[0].gib:.1f}", style="bold")
         console.print(table)
-    host = config.capture.ring_mib * len(config.server.cards) + config.capture.buffer_mib
+    host = config.capture.ring_mib * config.fleet.workers + config.capture.buffer_mib
     console.print(f"host memory: {host / 1024:.1f} GiB for rings and replay buffer, beside the processes' own")
     problems = [plan.problem for plan in plans if plan.problem is not None]
     for problem in problems:

@@ -44,7 +44,7 @@ class Trainer:
 
     def __init__(self, target: Path, serving: Path, config: Config) -> None:
         self._config = config
-        self._device = f"cuda:{config.trainer.cards[0]}" if use_cuda(config.trainer.device) else "cpu"
+        self._device = "cuda" if use_cuda(config.trainer.device) else "cpu"
         if self._device == "cpu":
             torch.set_num_threads(config.trainer.threads)
         weights = load_target_weights(target)
