@@ -9,13 +9,13 @@ torch counts in the step (attention and products, forward and backward, recomput
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from draftloop.drafters.batch import Batch
+from draftloop.core.records import CaptureRecord
+from draftloop.drafters.batch import Batch, collate
 from draftloop.drafters.dflash import DflashConfig, DflashDrafter
 from draftloop.drafters.drafter import Drafter
 from draftloop.drafters.eagle3 import Eagle3Config, Eagle3Drafter
@@ -27,7 +27,7 @@ from stages.clock import Setting, matrix_peak, seconds
 from stages.result import Row
 
 TTT_STEPS = 7
-PROMPT_SHARE = 1 / 3
+PROMPT_PART = 3
 DRY_SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
              "head_dim": 16, "vocab_size": 512}  # fmt: skip
 
@@ -76,14 +76,15 @@ def _drafter(kind: str, target: dict[str, Any], setting: Setting) -> tuple[Draft
 
 
 def _batch(drafter: Drafter, length: int, setting: Setting) -> Batch:
-    """One sequence, its first third a prompt."""
+    """One sequence of random tokens and states, its first third a prompt."""
     hidden, width = drafter.shape.hidden_size, len(drafter.shape.layer_ids) * drafter.shape.hidden_size
-    with torch.device(setting.device):
-        batch = Batch(
-            token_ids=torch.randint(0, drafter.shape.vocab_size, (1, length)),
-            fused=torch.randn(1, length, width),
-            last_hidden=torch.randn(1, length, hidden),
-            lengths=torch.tensor([length]),
-            generated=torch.ones(1, length, dtype=torch.bool),
-        )
-        return replace(batch, generated=(torch.arange(length) >= PROMPT_SHARE * length)[None])
+    record = CaptureRecord(
+        request_id="random",
+        domain="random",
+        start=0,
+        prompt_len=length // PROMPT_PART,
+        token_ids=torch.randint(0, drafter.shape.vocab_size, (length,), dtype=torch.int32).numpy(),
+        fused=torch.randn(length, width).numpy(),
+        last_hidden=torch.randn(length, hidden).numpy(),
+    )
+    return collate([record], length, setting.device)

@@ -19,7 +19,8 @@ from draftloop.cli.main import app
 from draftloop.cli.plan import activation_bytes, place, plan_cards, show, sizes_of, target_shape
 from draftloop.core.config import Config, FleetConfig, load_config
 from draftloop.core.errors import ConfigError
-from draftloop.drafters.batch import Batch
+from draftloop.core.records import CaptureRecord
+from draftloop.drafters.batch import Batch, collate
 from draftloop.drafters.dflash import DflashConfig, DflashDrafter
 from draftloop.drafters.drafter import Drafter
 from draftloop.drafters.eagle3 import Eagle3Config, Eagle3Drafter
@@ -94,10 +95,12 @@ def test_activations_are_estimated_from_above_and_not_wildly(kind: str, tokens: 
     frozen = FrozenTarget.of(torch.randn(300, 64), head, ids if kind == "eagle3" else None)
     trainer = OnlineTrainer(drafter, frozen, OnlineSettings(ttt=TttSettings(steps=steps)), seed=0)
     width = len(drafter.shape.layer_ids) * 64
-    batch = Batch(
-        torch.randint(0, 300, (1, tokens)), torch.randn(1, tokens, width), torch.randn(1, tokens, 64),
-        torch.tensor([tokens]), torch.ones(1, tokens, dtype=torch.bool),
+    record = CaptureRecord(
+        request_id="r", domain="d", start=0, prompt_len=1,
+        token_ids=torch.randint(0, 300, (tokens,), dtype=torch.int32).numpy(),
+        fused=torch.randn(tokens, width).numpy(), last_hidden=torch.randn(tokens, 64).numpy(),
     )  # fmt: skip
+    batch = collate([record], tokens, "cpu")
     kept = most_bytes_kept(trainer, batch)
     assert kept <= activation_bytes(drafter, tokens, steps) <= 3 * kept
 
