@@ -79,25 +79,6 @@ def print_config(
 
 
 @app.command()
-def doctor(
-    config: Annotated[Path | None, typer.Option(help="A draftloop.yaml.")] = None,
-    override: Annotated[list[str] | None, typer.Option("--set", help="section.key=value; may be repeated.")] = None,
-) -> None:
-    """Check packages, device, memory, disk, port, target and every hook into SGLang."""
-    try:
-        settings = load_config(config, override or [])
-        from rich.console import Console
-
-        from draftloop.cli.doctor import examine, show
-
-        fine = show(examine(settings), Console())
-    except DraftloopError as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(USER_ERROR_EXIT_CODE)
-    sys.exit(0 if fine else USER_ERROR_EXIT_CODE)
-
-
-@app.command()
 def plan(
     config: Annotated[Path | None, typer.Option(help="A draftloop.yaml.")] = None,
     override: Annotated[list[str] | None, typer.Option("--set", help="section.key=value; may be repeated.")] = None,
@@ -114,6 +95,25 @@ def plan(
         typer.echo(f"error: {error}", err=True)
         sys.exit(USER_ERROR_EXIT_CODE)
     sys.exit(0 if fits else USER_ERROR_EXIT_CODE)
+
+
+@app.command()
+def doctor(
+    config: Annotated[Path | None, typer.Option(help="A draftloop.yaml.")] = None,
+    override: Annotated[list[str] | None, typer.Option("--set", help="section.key=value; may be repeated.")] = None,
+) -> None:
+    """Check packages, device, memory, disk, port, target and every hook into SGLang."""
+    try:
+        settings = load_config(config, override or [])
+        from rich.console import Console
+
+        from draftloop.cli.doctor import examine, show
+
+        fine = show(examine(settings), Console())
+    except DraftloopError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(USER_ERROR_EXIT_CODE)
+    sys.exit(0 if fine else USER_ERROR_EXIT_CODE)
 
 
 def _demo(config: Config, out: Path, resume: bool) -> Path:
