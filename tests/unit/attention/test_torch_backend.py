@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -11,18 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftloop.attention.interface import TreeBatch
-from draftloop.attention.torch_backend import TorchTreeAttention, causal_extend, visible_mask
+from draftloop.attention.paging import visible_mask
+from draftloop.attention.torch_backend import TorchTreeAttention, causal_extend, needed_mask
+
+from .by_hand import ancestors, attend, random_case, random_parents
 
 SLOTS = 64
 TOLERANCE = 2e-5
-
-
-def attend(query: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], scale: float) -> torch.Tensor:
-    """One head's attention. query: [d]; keys, values: what it may see, [d] each."""
-    scores = [math.exp(scale * float(query.double() @ key.double())) for key in keys]
-    total = sum(scores)
-    weighted = [score / total * value.double() for score, value in zip(scores, values, strict=True)]
-    return torch.stack(weighted).sum(0).float()
 
 
 def caches(rng: np.random.Generator, kv_heads: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -30,59 +23,23 @@ def caches(rng: np.random.Generator, kv_heads: int, size: int) -> tuple[torch.Te
     return keys, values
 
 
-def random_ancestors(rng: np.random.Generator, nodes: int) -> torch.Tensor:
-    """[N, N] bool mask of a random tree, the root first."""
-    mask = torch.eye(nodes, dtype=torch.bool)
-    for node in range(1, nodes):
-        mask[node] |= mask[int(rng.integers(0, node))]
-    return mask
-
-
 @settings(deadline=None, max_examples=60)
 @given(
     seed=st.integers(0, 2**32 - 1),
-    prefixes=st.lists(st.integers(0, 7), min_size=1, max_size=4),
+    prefixes=st.lists(st.integers(0, 9), min_size=1, max_size=4),
     nodes=st.integers(1, 6),
     kv_heads=st.integers(1, 3),
-    group=st.integers(1, 3),
-    shape=st.sampled_from(["tree", "chain"]),
+    group=st.integers(1, 8),
+    page_size=st.sampled_from([1, 2, 4, 16]),
+    chain=st.booleans(),
     padding=st.integers(0, 3),
 )
-def test_tree_attention_equals_the_loop(
-    seed: int, prefixes: list[int], nodes: int, kv_heads: int, group: int, shape: str, padding: int
-) -> None:
-    rng = np.random.default_rng(seed)
-    size, heads, scale = 5, kv_heads * group, 0.4
-    keys, values = caches(rng, kv_heads, size)
-    longest = max(prefixes) + nodes + padding
-    # Requests may share slots of a common prefix; padding points at slot 0, which is somebody's.
-    slots = torch.from_numpy(np.stack([rng.permutation(SLOTS)[:longest] for _ in prefixes]))
-    lengths = torch.tensor(prefixes) + nodes
-    for row, length in enumerate(lengths.tolist()):
-        slots[row, length:] = 0
-    masks = torch.stack([random_ancestors(rng, nodes) for _ in prefixes])
-    chain = torch.ones(nodes, nodes, dtype=torch.bool).tril()
-    query = torch.from_numpy(rng.standard_normal((len(prefixes) * nodes, heads, size))).float()
-
-    attention = TorchTreeAttention(heads, kv_heads, torch.float32)
-    attention.plan(TreeBatch(slots, lengths, nodes, masks if shape == "tree" else None))
-    got = attention.run(query, keys, values, scale)
-
-    assert got.shape == query.shape
-    for request, prefix in enumerate(prefixes):
-        mask = masks[request] if shape == "tree" else chain
-        for node in range(nodes):
-            seen = [*range(prefix), *(prefix + other for other in range(nodes) if mask[node, other])]
-            for head in range(heads):
-                kv = head // group
-                visible = [int(slots[request, column]) for column in seen]
-                expected = attend(
-                    query[request * nodes + node, head],
-                    [keys[slot, kv] for slot in visible],
-                    [values[slot, kv] for slot in visible],
-                    scale,
-                )
-                torch.testing.assert_close(got[request * nodes + node, head], expected, rtol=0, atol=TOLERANCE)
+def test_tree_attention_equals_the_loop(**kwargs: object) -> None:
+    case = random_case(**kwargs)  # type: ignore[arg-type]
+    attention = TorchTreeAttention(case.query.shape[1], case.keys.shape[1], torch.float32)
+    attention.plan(case.batch)
+    got = attention.run(case.query, case.keys, case.values, case.scale)
+    torch.testing.assert_close(got, case.expected(), rtol=0, atol=TOLERANCE)
 
 
 def test_one_plan_serves_every_layer() -> None:
@@ -101,15 +58,14 @@ def test_one_plan_serves_every_layer() -> None:
 def test_the_drawing_of_the_mask() -> None:
     """Two siblings behind a prefix of three, one column of padding (`visible_mask`)."""
     siblings = torch.eye(2, dtype=torch.bool)[None]
-    mask = visible_mask(TreeBatch(torch.zeros(1, 6, dtype=torch.int64), torch.tensor([5]), 2, siblings))
-    assert mask is not None
+    mask = visible_mask(TreeBatch(torch.zeros(1, 6, dtype=torch.int64), torch.tensor([5]), 2, siblings), 6)
     assert mask.int().tolist() == [[[1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 1, 0]]]
 
 
 def test_plain_decoding_of_equal_lengths_needs_no_mask() -> None:
     slots = torch.zeros(2, 4, dtype=torch.int64)
-    assert visible_mask(TreeBatch(slots, torch.tensor([4, 4]), 1)) is None
-    ragged = visible_mask(TreeBatch(slots, torch.tensor([4, 2]), 1))
+    assert needed_mask(TreeBatch(slots, torch.tensor([4, 4]), 1), 4) is None
+    ragged = needed_mask(TreeBatch(slots, torch.tensor([4, 2]), 1), 4)
     assert ragged is not None
     assert ragged[:, 0].int().tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
 
@@ -125,7 +81,7 @@ def test_half_precision_stays_close() -> None:
     rng = np.random.default_rng(7)
     keys, values = caches(rng, 2, 8)
     query = torch.from_numpy(rng.standard_normal((6, 4, 8))).float()
-    mask = torch.stack([random_ancestors(rng, 3), random_ancestors(rng, 3)])
+    mask = torch.stack([ancestors(random_parents(rng, 3)) for _ in range(2)])
     batch = TreeBatch(torch.from_numpy(rng.permutation(SLOTS)[:20].reshape(2, 10)), torch.tensor([10, 6]), 3, mask)
     outputs = []
     for dtype in (torch.float32, torch.bfloat16):

@@ -5,6 +5,7 @@ Importing SGLang takes many seconds and fixes its platform for the process, so a
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from collections.abc import Sequence
@@ -12,16 +13,24 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from sglang.srt.arg_groups import choices
 from sglang.srt.layers.activation import SiluAndMul
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.speculative.eagle_info import EagleVerifyInput
 
+from draftloop.attention.paging import node_slots
 from draftloop.capture.ring import RingOwner
 from draftloop.core.errors import HookError
 from draftloop.sglang.cpu.linear import MOST_PACKED_ROWS, pack, packed_linear
 from draftloop.sglang.cpu.ops import rms_norm, rotary, silu_and_mul
 from draftloop.sglang.cpu.register import cpu_hooks
+from draftloop.sglang.gpu import attention as gpu_attention
+from draftloop.sglang.gpu import register as gpu_register
 from draftloop.sglang.hooks import Hook, check, confirm_applied, front_hooks, problem_with, tap_hooks
 from draftloop.sglang.tap import Tap, TapSettings
 
@@ -99,5 +108,48 @@ def op_checks() -> dict[str, float]:
     return worst
 
 
+def gpu_checks() -> dict[str, Any]:
+    """What of the GPU backend needs no GPU: its place in SGLang, and the batch it makes of a verification."""
+    gpu_register.register_backend()
+    overridden = ("init_forward_metadata", "init_forward_metadata_out_graph", "forward_extend")
+    nodes, prefixes = 3, [4, 0, 2, 1]
+    table = torch.randperm(60, generator=torch.Generator().manual_seed(0)).view(6, 10).int()
+    # Two siblings, a chain, a lone child and its sibling; the fourth request only pads a captured batch.
+    trees = [[[1, 0, 0], [1, 1, 0], [1, 0, 1]], [[1, 0, 0], [1, 1, 0], [1, 1, 1]], [[1, 0, 0], [1, 1, 0], [1, 0, 1]]]
+    flat = [bit for prefix, tree in zip(prefixes, trees, strict=False) for row in tree for bit in [1] * prefix + row]
+    empty = torch.empty(0, dtype=torch.int64)
+    spec = EagleVerifyInput(
+        draft_token=empty, custom_mask=torch.tensor(flat).bool(), positions=empty, retrieve_index=empty,
+        retrieve_next_token=empty, retrieve_next_sibling=empty, retrieve_cum_len=empty, spec_steps=2, topk=2,
+        draft_token_num=nodes, capture_hidden_mode=CaptureHiddenMode.FULL, seq_lens_sum=7, seq_lens_cpu=empty,
+    )  # fmt: skip
+    batch = ForwardBatch(
+        forward_mode=ForwardMode.TARGET_VERIFY, batch_size=4, input_ids=empty,
+        req_pool_indices=torch.tensor([5, 0, 3, 1]), seq_lens=torch.tensor(prefixes), out_cache_loc=empty,
+        seq_lens_sum=7, spec_info=spec,
+    )  # fmt: skip
+    tree = gpu_attention.tree_batch(batch, table)
+    decode = replace(batch, forward_mode=ForwardMode.DECODE)
+    return {
+        "registered": gpu_register.BACKEND_NAME in choices.ATTENTION_BACKEND_CHOICES,
+        "created_by": gpu_register.BACKEND_NAME in ATTENTION_BACKENDS,
+        "parameters": {
+            name: [list(inspect.signature(getattr(owner, name)).parameters) for owner in (base, ours)]
+            for name in overridden
+            for base, ours in [(FlashInferAttnBackend, gpu_attention.CascadeVerifyBackend)]
+        },
+        "verifies": [gpu_attention.verifies_tree(batch), gpu_attention.verifies_tree(decode)],
+        "mask": [tree.tree_mask.int().tolist(), [*trees, [[1] * nodes] * nodes]],
+        "slots": [
+            node_slots(tree).tolist(),
+            [
+                [int(table[row, prefix + node]) for node in range(nodes)]
+                for row, prefix in zip([5, 0, 3, 1], prefixes, strict=True)
+            ],
+        ],
+        "lengths": tree.kv_lens.tolist(),
+    }
+
+
 if __name__ == "__main__":
-    json.dump({"hooks": hook_checks(), "ops": op_checks()}, sys.stdout)
+    json.dump({"hooks": hook_checks(), "ops": op_checks(), "gpu": gpu_checks()}, sys.stdout)

@@ -93,3 +93,20 @@ def test_lean_ops_equal_the_native_ones(answers: dict[str, Any]) -> None:
     ops = answers["ops"]
     assert len(ops) == 11
     assert {name: worst for name, worst in ops.items() if worst > 2e-5} == {}
+
+
+def test_the_gpu_backend_has_its_place_in_sglang(answers: dict[str, Any]) -> None:
+    gpu = answers["gpu"]
+    assert gpu["registered"]
+    assert gpu["created_by"]
+    for name, (base, ours) in gpu["parameters"].items():
+        assert ours[: len(base)] == base, name
+
+
+def test_the_gpu_backend_reads_a_verification_right(answers: dict[str, Any]) -> None:
+    """The trees' own blocks of SGLang's flat mask, the nodes' slots behind their prefixes, a padding request."""
+    gpu = answers["gpu"]
+    assert gpu["verifies"] == [True, False]
+    assert gpu["mask"][0] == gpu["mask"][1]
+    assert gpu["slots"][0] == gpu["slots"][1]
+    assert gpu["lengths"] == [7, 3, 5, 4]

@@ -71,6 +71,24 @@ def test_free_ports_can_be_bound() -> None:
         free_port("999.0.0.1", None)
 
 
+def test_the_command_of_a_speculative_gpu_server() -> None:
+    """Our backend is the target's; the draft keeps SGLang's. CUDA graphs stay on."""
+    config = ServerConfig(device="cuda", mem_fraction=0.5, attention="draftloop_flashinfer")
+    found = options(server_command(Path("/models/t"), TargetConfig(), config, 1, Speculation(Path("/d/v7"), "v7")))
+    assert (
+        found.items()
+        >= {
+            "--device": "cuda",
+            "--dtype": "bfloat16",
+            "--mem-fraction-static": "0.5",
+            "--attention-backend": "draftloop_flashinfer",
+            "--speculative-draft-attention-backend": "flashinfer",
+        }.items()
+    )
+    assert not any("cuda-graph" in name for name in found)
+    assert "SGLANG_PLATFORM" not in server_environment(Config(server=config), None)
+
+
 def test_the_command_of_a_speculative_cpu_server() -> None:
     config = ServerConfig(
         device="cpu",

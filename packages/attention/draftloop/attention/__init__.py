@@ -1,1 +1,1 @@
-"""Tree attention: one interface over a paged KV cache, with a torch backend (FlashInfer's comes with the GPU path)."""
+"""Tree attention: one interface over a paged KV cache; torch backends (reference, CPU) and FlashInfer's (GPU)."""

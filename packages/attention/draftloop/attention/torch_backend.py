@@ -6,32 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from draftloop.attention.interface import TreeAttention, TreeBatch
-
-
-def visible_mask(batch: TreeBatch) -> torch.Tensor | None:
-    """[B, N, L] bool, True where node i of request b may see column j; None when every node sees every column.
-
-    kv_lens = 5, N = 2, L = 6, tree_mask = [[1,0],[0,1]] (two siblings)
-
-    column    0 1 2 | 3 4 | 5
-              prefix  nodes padding
-    node 0    1 1 1   1 0   0
-    node 1    1 1 1   0 1   0
-    """
-    num_requests, longest = batch.kv_indices.shape
-    nodes = batch.num_nodes
-    column = torch.arange(longest, device=batch.kv_lens.device)
-    prefix = batch.kv_lens - nodes
-    if nodes == 1:
-        mask = column < batch.kv_lens[:, None]
-        return None if bool(mask.all()) else mask[:, None]
-    if batch.tree_mask is None:
-        last = prefix[:, None] + torch.arange(nodes, device=prefix.device)
-        return column <= last[:, :, None]
-    mask = (column < prefix[:, None])[:, None].expand(num_requests, nodes, longest).clone()
-    node_columns = prefix[:, None] + torch.arange(nodes, device=prefix.device)
-    mask.scatter_(2, node_columns[:, None].expand(num_requests, nodes, nodes), batch.tree_mask)
-    return mask
+from draftloop.attention.paging import slots_of, visible_mask
 
 
 class TorchTreeAttention(TreeAttention):
@@ -40,12 +15,14 @@ class TorchTreeAttention(TreeAttention):
     def __init__(self, num_heads: int, num_kv_heads: int, dtype: torch.dtype) -> None:
         self.group = num_heads // num_kv_heads
         self.dtype = dtype
-        self._batch: TreeBatch | None = None
+        self._nodes = 0
+        self._slots: torch.Tensor | None = None
         self._bias: torch.Tensor | None = None
 
     def plan(self, batch: TreeBatch) -> None:
-        self._batch = batch
-        mask = visible_mask(batch)
+        self._nodes = batch.num_nodes
+        self._slots = slots_of(batch)
+        mask = needed_mask(batch, self._slots.shape[1])
         self._bias = None if mask is None else self._folded_bias(mask)
 
     def _folded_bias(self, mask: torch.Tensor) -> torch.Tensor:
@@ -57,23 +34,30 @@ class TorchTreeAttention(TreeAttention):
         return bias.repeat_interleave(self.group, 1)[:, None]
 
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scale: float) -> torch.Tensor:
-        batch = self._batch
-        if batch is None:
+        if self._slots is None:
             raise RuntimeError("TorchTreeAttention.run called before plan")
-        num_requests, longest = batch.kv_indices.shape
-        slots = batch.kv_indices.reshape(-1)
+        num_requests, longest = self._slots.shape
+        slots = self._slots.reshape(-1)
         heads, size = q.shape[1], q.shape[2]
         kv_heads = k_cache.shape[1]
         # [S, hk, d] -> [B, hk, L, d]; index_select copies whole rows, plain indexing element by element.
         k = k_cache.index_select(0, slots).view(num_requests, longest, kv_heads, size).transpose(1, 2)
         v = v_cache.index_select(0, slots).view(num_requests, longest, kv_heads, size).transpose(1, 2)
-        rows = batch.num_nodes * self.group
-        folded = q.view(num_requests, batch.num_nodes, kv_heads, self.group, size).transpose(1, 2)
+        rows = self._nodes * self.group
+        folded = q.view(num_requests, self._nodes, kv_heads, self.group, size).transpose(1, 2)
         out = F.scaled_dot_product_attention(
             folded.reshape(num_requests, kv_heads, rows, size), k, v, attn_mask=self._bias, scale=scale
         )
-        out = out.view(num_requests, kv_heads, batch.num_nodes, self.group, size).transpose(1, 2)
+        out = out.view(num_requests, kv_heads, self._nodes, self.group, size).transpose(1, 2)
         return out.reshape(-1, heads, size)
+
+
+def needed_mask(batch: TreeBatch, length: int) -> torch.Tensor | None:
+    """[B, N, length], or None in plain decoding of equally long requests, where every node sees every column."""
+    if batch.num_nodes == 1:
+        mask = torch.arange(length, device=batch.kv_lens.device) < batch.kv_lens[:, None]
+        return None if bool(mask.all()) else mask[:, None]
+    return visible_mask(batch, length)
 
 
 def causal_extend(

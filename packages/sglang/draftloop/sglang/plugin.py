@@ -16,12 +16,13 @@ from draftloop.sglang.tap import Tap, TapSettings
 
 
 def load() -> None:
-    """Tell every process the CPU attention backend's name; hook the scheduler's and, with a tap, the HTTP process."""
+    """Tell every process our attention backend's name; hook the scheduler's and, with a tap, the HTTP process."""
     on_cpu = os.environ.get("SGLANG_PLATFORM") == PLATFORM_NAME
     if on_cpu:
         from draftloop.sglang.cpu.register import register_backend
-
-        register_backend()
+    else:
+        from draftloop.sglang.gpu.register import register_backend
+    register_backend()
     settings = TapSettings.from_environment()
     child = multiprocessing.parent_process() is not None
     if settings is not None and not child:

@@ -76,13 +76,17 @@ def server_command(
         "max-total-tokens": config.max_total_tokens,
         "max-running-requests": config.max_running_requests,
         "chunked-prefill-size": config.chunked_prefill_size,
-        "attention-backend": "flashinfer" if cuda else "draftloop_torch",
+        "attention-backend": config.attention if cuda else "draftloop_torch",
         "custom-weight-loader": LOADER,
         "log-level": "warning",
     }
     if not cuda:
         options |= {"cuda-graph-backend-decode": "disabled", "cuda-graph-backend-prefill": "disabled"}
+    if cuda and config.mem_fraction is not None:
+        options["mem-fraction-static"] = config.mem_fraction
     if speculation is not None:
+        if cuda:  # ours is for the target's verification only
+            options["speculative-draft-attention-backend"] = "flashinfer"
         options |= {
             "speculative-algorithm": speculation.algorithm,
             "speculative-draft-model-path": speculation.checkpoint,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from draftloop.cli.plan import plan_cards
 from draftloop.cli.run_folder import NEEDED_BYTES
 from draftloop.core.config import Config
 from draftloop.core.errors import DraftloopError
@@ -39,10 +41,12 @@ def examine(config: Config) -> list[Finding]:
     checks: list[tuple[str, Callable[[], list[Finding]]]] = [
         ("packages", _packages),
         ("device", lambda: [_device(config)]),
+        ("compiler", lambda: [compiler()] if use_cuda(config.server.device) else []),
         ("memory", lambda: [_memory()]),
         ("disk", lambda: [_disk(Path.cwd())]),
         ("port", lambda: [_port(config)]),
         ("target", lambda: [Finding("target", True, str(resolve_target(config.target.path)))]),
+        ("plan", lambda: _plan(config)),
         ("hooks", lambda: _hooks(config)),
     ]
     findings: list[Finding] = []
@@ -77,6 +81,15 @@ def _device(config: Config) -> Finding:
     return Finding("device", True, f"{properties.name}, {properties.total_memory >> 30} GiB, FlashInfer attention")
 
 
+def compiler() -> Finding:
+    """FlashInfer compiles its kernels at first use, with the first nvcc that it finds in these places."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    found = Path(home) / "bin/nvcc" if home else Path(shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc")
+    if found.is_file():
+        return Finding("compiler", True, str(found))
+    return Finding("compiler", False, f"no {found}: FlashInfer needs a CUDA toolkit, set CUDA_HOME to torch's version")
+
+
 def _memory() -> Finding:
     free = psutil.virtual_memory().available
     return Finding("memory", free >= NEEDED_MEMORY, f"{free >> 30} GiB available, a demo needs {NEEDED_MEMORY >> 30}")
@@ -90,6 +103,16 @@ def _disk(folder: Path) -> Finding:
 def _port(config: Config) -> Finding:
     port = free_port(config.server.host, config.server.port)
     return Finding("port", True, f"{config.server.host}:{port} is free")
+
+
+def _plan(config: Config) -> list[Finding]:
+    """What `draftloop plan` says of each GPU; nothing for a CPU."""
+    if not use_cuda(config.server.device) and config.hardware.card_gib is None:
+        return []
+    return [
+        Finding(f"card {plan.card}", plan.problem is None, plan.problem or f"{plan.total:.1f} of {plan.gib:.1f} GiB")
+        for plan in plan_cards(config)
+    ]
 
 
 def _hooks(config: Config) -> list[Finding]:

@@ -109,6 +109,25 @@ def simulate(
 
 
 @app.command()
+def plan(
+    config: Annotated[Path | None, typer.Option(help="A draftloop.yaml.")] = None,
+    override: Annotated[list[str] | None, typer.Option("--set", help="section.key=value; may be repeated.")] = None,
+) -> None:
+    """Say what a config puts on each GPU and whether it fits, before anything starts."""
+    try:
+        settings = load_config(config, override or [])
+        from rich.console import Console
+
+        from draftloop.cli.plan import plan_cards, show
+
+        fits = show(plan_cards(settings), settings, Console())
+    except DraftloopError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(USER_ERROR_EXIT_CODE)
+    sys.exit(0 if fits else USER_ERROR_EXIT_CODE)
+
+
+@app.command()
 def doctor(
     config: Annotated[Path | None, typer.Option(help="A draftloop.yaml.")] = None,
     override: Annotated[list[str] | None, typer.Option("--set", help="section.key=value; may be repeated.")] = None,

@@ -1,0 +1,1 @@
+"""What draftloop adds to SGLang on a GPU: the attention backend `draftloop_flashinfer`."""

@@ -1,0 +1,1 @@
+"""The stages of tests/gpu/run.sh."""
