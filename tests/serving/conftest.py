@@ -16,7 +16,7 @@ import torch
 from tiny_llama import TinyTarget, random_prompts
 
 from draftloop.core.config import Config
-from draftloop.core.records import CaptureRecord
+from draftloop.core.records import CaptureRecord, VerifyStep
 from draftloop.fleet.worker import Worker
 from draftloop.trainer.day0 import make_untrained
 from draftloop.trainer.trainer import Trainer
@@ -37,6 +37,7 @@ CONFIG = Config.model_validate(
             "chunked_prefill_size": CHUNK,
             "start_timeout_s": 420,
         },
+        "speculation": {"follow_load": False},
         "capture": {"ring_mib": 16},
         "trainer": {"device": "cpu", "batch_tokens": 256, "learning_rate": 3e-3},
     }
@@ -57,6 +58,14 @@ class Answer:
     @property
     def whole(self) -> list[int]:
         return [*self.prompt, *self.output]
+
+
+def paths_of(step: VerifyStep) -> list[tuple[int, ...]]:
+    """The drafted tokens from below the root to each node, in tree order."""
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in zip(step.draft_tokens.tolist(), step.parents.tolist(), strict=True):
+        paths.append((*paths[parent], token))
+    return paths[1:]
 
 
 @dataclass
@@ -86,6 +95,13 @@ class Served:
         """All prompts at once."""
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(lambda prompt: self.ask_one(prompt, tokens, domain), prompts))
+
+    def assert_greedy(self, answers: Sequence[Answer], tokens: int) -> None:
+        """Every output token is the arg-max of a plain forward over all before it: greedy decoding, by induction."""
+        for answer in answers:
+            assert len(answer.output) == tokens
+            logits = self.target.states(answer.whole).logits[len(answer.prompt) - 1 : -1]
+            assert answer.output == logits.argmax(-1).tolist(), answer.request_id
 
     def records(self, answers: Sequence[Answer]) -> list[CaptureRecord]:
         """The one record of each answer, waiting for the collector."""

@@ -30,13 +30,13 @@ from tiny_llama import LAYER_IDS, make_tiny_target, random_prompts
 
 from draftloop.core.errors import CheckpointError, DraftloopError, ManifestError, ServerError
 from draftloop.core.manifest import Manifest
-from draftloop.core.records import CaptureRecord, VerifyStep
+from draftloop.core.records import CaptureRecord
 from draftloop.sglang import swap as swap_module
 from draftloop.sglang.client import ServerClient
 from draftloop.sglang.swap import ALIASED, ServingSlot, SwapError, server_checksums
 from draftloop.trainer.day0 import make_untrained
 
-from .conftest import CHUNK, CONFIG, TRAINING_PROMPTS, Answer, Served
+from .conftest import CHUNK, CONFIG, TRAINING_PROMPTS, Answer, Served, paths_of
 from .eagle3_by_hand import Eagle3ByHand
 
 LENGTHS = [5, 17, 40, CHUNK - 1, CHUNK, CHUNK + 1, 150, 3 * CHUNK]
@@ -49,14 +49,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-def assert_greedy(served: Served, answers: Sequence[Answer], tokens: int) -> None:
-    """Every output token is the arg-max of a plain forward over all before it: greedy decoding, by induction."""
-    for answer in answers:
-        assert len(answer.output) == tokens
-        logits = served.target.states(answer.whole).logits[len(answer.prompt) - 1 : -1]
-        assert answer.output == logits.argmax(-1).tolist(), answer.request_id
 
 
 def assert_true_states(served: Served, answer: Answer, record: CaptureRecord) -> None:
@@ -73,14 +65,6 @@ def assert_true_states(served: Served, answer: Answer, record: CaptureRecord) ->
         (torch.from_numpy(record.last_hidden), states.last_hidden[record.start :]),
     ):
         torch.testing.assert_close(got.float(), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
-
-
-def paths_of(step: VerifyStep) -> list[tuple[int, ...]]:
-    """The drafted tokens from below the root to each node, in tree order."""
-    paths: list[tuple[int, ...]] = [()]
-    for token, parent in zip(step.draft_tokens.tolist(), step.parents.tolist(), strict=True):
-        paths.append((*paths[parent], token))
-    return paths[1:]
 
 
 def assert_steps_add_up(answer: Answer, record: CaptureRecord) -> None:
@@ -120,14 +104,14 @@ def accept_length(answers: Sequence[Answer]) -> float:
 
 def test_one_prompt_at_a_time(served: Served) -> None:
     answers = [served.ask_one(prompt, 40) for prompt in random_prompts(4, LENGTHS[:4], seed=10)]
-    assert_greedy(served, answers, 40)
+    served.assert_greedy(answers, 40)
     assert min(len(set(answer.output)) for answer in answers) > 8, "the target repeats itself: nothing is proven"
 
 
 def test_a_batch_of_mixed_lengths_and_again_from_the_cache(served: Served) -> None:
     prompts = random_prompts(8, LENGTHS, seed=11)
     first = served.ask(prompts, 40)
-    assert_greedy(served, first, 40)
+    served.assert_greedy(first, 40)
     assert max(answer.meta["cached_tokens"] for answer in first) < 8
     again = served.ask(prompts, 40)
     assert [answer.output for answer in again] == [answer.output for answer in first]
@@ -137,7 +121,7 @@ def test_a_batch_of_mixed_lengths_and_again_from_the_cache(served: Served) -> No
 def test_more_requests_than_may_run(served: Served) -> None:
     """Twice `max_running_requests`, so that some wait and join a running batch."""
     prompts = random_prompts(2 * CONFIG.server.max_running_requests, LENGTHS, seed=12)
-    assert_greedy(served, served.ask(prompts, 24), 24)
+    served.assert_greedy(served.ask(prompts, 24), 24)
 
 
 # --- capture
@@ -173,7 +157,7 @@ def test_the_opted_out_domain_is_never_captured(served: Served) -> None:
     hidden = served.ask(prompts[:3], 16, domain="heldout")
     seen = served.ask(prompts[3:], 16)
     served.records(seen)
-    assert_greedy(served, hidden, 16)
+    served.assert_greedy(hidden, 16)
     captured = served.captured_ids()
     assert {answer.request_id for answer in seen} <= captured
     assert not [request_id for request_id in captured if request_id.startswith("heldout")]
@@ -245,7 +229,7 @@ def test_a_swap_under_load_changes_the_drafter_and_no_token(served: Served, trai
     assert 0 < done.report.update_ms <= done.report.paused_ms
     assert checksums(served) == checksums_of(trained[0])
     assert len(during) >= 12
-    assert_greedy(served, during, 64)
+    served.assert_greedy(during, 64)
     versions = [{step.drafter_version for step in record.verify_steps} for record in served.records(during)]
     assert {"v0"} in versions
     assert {"v0", "v1"} in versions, "no request was running across the swap"
@@ -396,7 +380,7 @@ def test_a_file_that_goes_bad_late_is_refused_by_the_scheduler(
         swap_module.swap(client, folder, slot_of(served), "v0")
     assert checksums(served) == checksums_of(served.drafter)
     answers = served.ask(random_prompts(2, [9, 30], seed=24), 16)
-    assert_greedy(served, answers, 16)
+    served.assert_greedy(answers, 16)
     assert {answer.meta["weight_version"] for answer in answers} == {"v0"}
 
 
@@ -408,7 +392,7 @@ def test_a_torn_update_is_said_and_mended(served: Served, trained: tuple[Path, P
         swap_module.swap(client, folder, slot_of(served), "v0")
     assert checksums(served) != checksums_of(served.drafter)
     answers = served.ask(random_prompts(4, LENGTHS[:4], seed=25), 24)
-    assert_greedy(served, answers, 24)
+    served.assert_greedy(answers, 24)
     assert {answer.meta["weight_version"] for answer in answers} == {"torn-v1"}
     served.worker.swap(served.drafter)
     assert checksums(served) == checksums_of(served.drafter)

@@ -54,6 +54,13 @@ class ServerConfig(_Section):
     start_timeout_s: float = 240.0
 
 
+class SpeculationConfig(_Section):
+    """Speculation that follows the load: `server`'s tree is the largest one."""
+
+    follow_load: bool = Field(True, description="choose tree or plain decoding each step (EAGLE-3 on a CPU)")
+    margin: float = Field(0.03, ge=0.0, description="gain in predicted tokens/s that another shape must promise")
+
+
 class CaptureConfig(_Section):
     """The tap and what keeps its records."""
 
@@ -115,6 +122,7 @@ class Config(_Section):
     target: TargetConfig = Field(default_factory=TargetConfig)
     drafter: DrafterConfig = Field(default_factory=DrafterConfig)
     server: ServerConfig = Field(default_factory=ServerConfig)
+    speculation: SpeculationConfig = Field(default_factory=SpeculationConfig)
     capture: CaptureConfig = Field(default_factory=CaptureConfig)
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     gate: GateConfig = Field(default_factory=GateConfig)

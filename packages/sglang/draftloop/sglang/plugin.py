@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from draftloop.core.errors import HookError
+from draftloop.sglang.load.settings import LoadSettings
 from draftloop.sglang.platform import PLATFORM_NAME
 from draftloop.sglang.tap import Tap, TapSettings
 
@@ -20,7 +21,7 @@ def load() -> None:
 
         register_backend()
     if runs_scheduler():
-        _hook_scheduler(on_cpu, TapSettings.from_environment())
+        _hook_scheduler(on_cpu, TapSettings.from_environment(), LoadSettings.from_environment())
 
 
 def runs_scheduler() -> bool:
@@ -28,7 +29,7 @@ def runs_scheduler() -> bool:
     return multiprocessing.parent_process() is not None and "sglang.srt.managers.scheduler" in sys.modules
 
 
-def _hook_scheduler(on_cpu: bool, settings: TapSettings | None) -> None:
+def _hook_scheduler(on_cpu: bool, settings: TapSettings | None, load: LoadSettings | None) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from draftloop.sglang.hooks import Hook, check, confirm_applied, tap_hooks
@@ -41,6 +42,10 @@ def _hook_scheduler(on_cpu: bool, settings: TapSettings | None) -> None:
         hooks += cpu_hooks()
     if settings is not None:
         hooks += tap_hooks(Tap(settings), settings.algorithm)
+    if load is not None:
+        from draftloop.sglang.load.eagle import EagleFollower
+
+        hooks += EagleFollower(load).hooks()
     try:
         check(hooks)
     except HookError as err:

@@ -20,10 +20,12 @@ from draftloop.drafters.device import serving_dtype, use_cuda
 from draftloop.drafters.target import target_identity
 from draftloop.fleet.stall import StallProbe
 from draftloop.sglang.client import ServerClient
+from draftloop.sglang.load.settings import LoadSettings
 from draftloop.sglang.server import (
     ServerProcess,
     Speculation,
     free_port,
+    load_settings,
     server_command,
     server_environment,
 )
@@ -66,16 +68,17 @@ class Worker:
         """
         server = self._config.server
         port = free_port(server.host, server.port)
-        speculation, tap = None, None
+        speculation, tap, load = None, None, None
         if drafter is not None:
             layer_ids = Manifest.load(drafter).layer_ids
             self._serving = verify_checkpoint(drafter, target_identity(self._target), layer_ids, None)
             speculation = Speculation(drafter, self._serving.version, self._serving.kind)
             tap = self._open_tap(speculation.algorithm)
+            load = self._follow_load(speculation.algorithm)
         command = server_command(self._target, self._config.target, server, port, speculation)
         url = f"http://{server.host}:{port}"
         try:
-            self._server = ServerProcess(command, server_environment(self._config, tap), url, self._log)
+            self._server = ServerProcess(command, server_environment(self._config, tap, load), url, self._log)
             self._server.wait_ready(server.start_timeout_s)
             self._client = ServerClient(url)
             self._confirm_tap()
@@ -92,6 +95,17 @@ class Worker:
         return TapSettings(
             ring=name, algorithm=algorithm, sample_rate=capture.sample_rate, skip_domains=(UNCAPTURED_DOMAIN,)
         )
+
+    @property
+    def load_folder(self) -> Path:
+        """Where the server reports its speculation, and can be pinned to shapes (`draftloop.sglang.load.settings`)."""
+        return self._log.with_suffix(".load")
+
+    def _follow_load(self, algorithm: Literal["EAGLE3", "DFLASH"]) -> LoadSettings | None:
+        settings = load_settings(self._config, algorithm, self.load_folder)
+        if settings is not None:
+            self.load_folder.mkdir(parents=True, exist_ok=True)
+        return settings
 
     def _confirm_tap(self) -> None:
         """SGLang sends itself a warm-up request; a hooked scheduler has captured it."""

@@ -1,0 +1,99 @@
+"""Which shape to run now: the one with the most expected tokens a second, without flapping."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from draftloop.drafters.load.cost_model import CostModel
+from draftloop.drafters.load.gains import Levels, TreeGains, accepted_by_budget
+from draftloop.drafters.load.shapes import PLAIN, Shape
+
+# A shape that promises nearly the best rate is tried this often at a batch size before its predicted cost is believed.
+TRIALS = 3
+WORTH_TRYING = 0.9
+# Votes in a row before the drafter rests or wakes: waking costs a pass over all tokens it has slept through.
+PATIENCE = 4
+# A resting drafter learns nothing about traffic that changes; after so many steps it is asked again.
+RECHECK_STEPS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One step's work. context: mean tokens of a request.  first: [B, k] confidences of the first drafted level, None
+    while the drafter rests."""
+
+    batch: int
+    context: float
+    first: NDArray[np.floating] | None
+
+
+class Chooser:
+    """Maximise batch * expected tokens / seconds over a fixed set of shapes.
+
+    margin: how much better (as a share) another shape must be before it replaces the running one.
+    """
+
+    def __init__(self, shapes: Sequence[Shape], cost: CostModel, gains: TreeGains, margin: float) -> None:
+        self.shapes = tuple(shapes)
+        self.cost = cost
+        self.gains = gains
+        self.margin = margin
+        self.current = max(shape for shape in self.shapes if shape.drafts)
+        self._votes = 0
+        self._resting = 0
+
+    def rate(self, shape: Shape, load: Load, first: NDArray[np.floating] | None) -> float:
+        """Expected tokens a second."""
+        tokens = load.batch * self.gains.expected(shape, first)
+        return tokens / self.cost.seconds(shape, load.batch, load.context)
+
+    def choose(self, load: Load) -> Shape:
+        """The shape of this step. Rest and waking are voted on by the average of late, as they bind many steps."""
+        drafting = [shape for shape in self.shapes if shape.drafts]
+        usual = max(self.rate(shape, load, None) for shape in drafting)
+        plain = self.rate(PLAIN, load, None) if PLAIN in self.shapes else 0.0
+        resting = not self.current.drafts
+        self._resting = self._resting + 1 if resting else 0
+        better, worse = (usual, plain) if resting else (plain, usual)
+        wanted = better > (1.0 + self.margin) * worse or self._resting > RECHECK_STEPS
+        self._votes = self._votes + 1 if wanted else 0
+        if self._votes >= PATIENCE:
+            self._votes = 0
+            resting = not resting
+        if resting:
+            self.current = PLAIN
+            return PLAIN
+        self.current = self._best(drafting, load)
+        return self.current
+
+    def _best(self, drafting: Sequence[Shape], load: Load) -> Shape:
+        rates = {shape: self.rate(shape, load, load.first) for shape in drafting}
+        best = max(rates, key=lambda shape: rates[shape])
+        untried = [
+            shape
+            for shape in drafting
+            if rates[shape] > WORTH_TRYING * rates[best] and self.cost.times_seen(shape, load.batch) < TRIALS
+        ]
+        if untried:
+            return max(untried, key=lambda shape: rates[shape])
+        if self.current in rates and rates[best] <= (1.0 + self.margin) * rates[self.current]:
+            return self.current
+        return best
+
+    def prune(self, drafted: Shape, levels: Levels, load: Load) -> Shape:
+        """How many nodes of the trees just drawn to verify. levels: calibrated acceptance, as for `TreeGains.see`."""
+        budgets = [s for s in self.shapes if (s.depth, s.width) == (drafted.depth, drafted.width)]
+        gains = accepted_by_budget(levels, drafted.width, [shape.nodes for shape in budgets])
+        rates = [
+            (1.0 + float(gain.mean())) / self.cost.seconds(shape, load.batch, load.context)
+            for shape, gain in zip(budgets, gains, strict=True)
+        ]
+        return budgets[int(np.argmax(rates))]
+
+    def forget(self) -> None:
+        """The drafter was exchanged: ask it again, resting or not."""
+        self._resting = RECHECK_STEPS if not self.current.drafts else 0

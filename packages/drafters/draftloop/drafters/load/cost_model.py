@@ -1,0 +1,139 @@
+"""Seconds of one decoding step, by shape, batch and context: measured at start-up, refined by every step.
+
+    step = host + B * host per request
+         + target's matrix products for B * nodes rows             (rows table, timed at start-up)
+         + drafter's calls and their matrix products               (the same)
+         + reading the keys and values of B * context tokens
+         + reading the experts that B * nodes tokens are routed to (mixture-of-experts targets)
+
+The weights of these terms start at what start-up measured and are then tracked by a Kalman filter over the steps'
+wall time. What they cannot express stays in one ratio for each (shape, batch) that was seen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from draftloop.drafters.load.shapes import Shape
+
+# Relative error of one step's wall time, and how far a term's weight may drift between steps (share of its prior).
+STEP_NOISE = 0.1
+DRIFT = 0.002
+# A step that took more than this many times what was expected was disturbed: a collection, a neighbour, a swap.
+DISTURBED = 3.0
+SEEN_WEIGHT = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class RowCost:
+    """Seconds of a model's matrix products by the rows of its input: measured points, joined by straight lines."""
+
+    rows: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def __call__(self, rows: float) -> float:
+        """Beyond the last point the last slope goes on: from there on arithmetic is the bound."""
+        if rows <= self.rows[-1]:
+            return float(np.interp(rows, self.rows, self.seconds))
+        (r0, r1), (s0, s1) = self.rows[-2:], self.seconds[-2:]
+        return s1 + (rows - r1) * max(0.0, (s1 - s0) / (r1 - r0))
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture-of-experts target. shares: [layers][experts], the chance that a token is routed to each expert, so a
+    layer's shares add up to the experts a token uses."""
+
+    shares: tuple[tuple[float, ...], ...]
+
+    @classmethod
+    def balanced(cls, layers: int, experts: int, used: int) -> Experts:
+        """Every expert equally likely, as load-balancing losses aim at."""
+        return cls(((used / experts,) * experts,) * layers)
+
+    def touched(self, tokens: float) -> float:
+        """Expected experts read by one forward of `tokens` tokens, over all layers: sum of 1 - (1 - share)^tokens.
+
+        Mixtral (8 experts, 2 used): 2 of 8 for one token, 7.2 for eight: a verification reads nearly all of them.
+        """
+        shares = np.asarray(self.shares)
+        return float((1.0 - (1.0 - shares) ** tokens).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class StartUp:
+    """What is known before the first step. call_seconds: host side of one model call.  token_seconds: keys and values
+    of one token of context."""
+
+    target: RowCost
+    draft: RowCost
+    call_seconds: float = 2e-3
+    token_seconds: float = 2e-6
+    request_seconds: float = 2e-4
+    experts: Experts | None = None
+    expert_seconds: float = 0.0
+
+
+def bucket(batch: int) -> int:
+    """Batch sizes that are remembered together: 1, 2, 3, 4, 5-6, 7-9, 10-13, 14-19, ..."""
+    return round(2.0 * float(np.log2(batch)))
+
+
+class CostModel:
+    """Predict a step's seconds, and learn from the ones that were run."""
+
+    def __init__(self, start: StartUp) -> None:
+        self._start = start
+        prior = [start.call_seconds, 1.0, start.call_seconds, 1.0, start.token_seconds, start.request_seconds]
+        if start.experts is not None:
+            prior.append(start.expert_seconds)
+        self._prior = np.array(prior)
+        self._weights = self._prior.copy()
+        self._largest = np.diag(self._prior**2)
+        self._spread = self._largest.copy()
+        self.usual_context = 1.0
+        self._seen: dict[tuple[Shape, int], tuple[float, int]] = {}  # by shape and `bucket`
+
+    def terms(self, shape: Shape, batch: int, context: float) -> NDArray[np.float64]:
+        """What each weight multiplies. context: mean tokens of a request."""
+        rows = batch * shape.nodes
+        calls = float(shape.depth)  # depth - 1 decoding steps, and the drafter's own pass over what was verified
+        drafting = (shape.depth - 1) * self._start.draft(batch * shape.width) if shape.drafts else 0.0
+        drafting += self._start.draft(rows) if shape.drafts else 0.0
+        terms = [1.0, self._start.target(rows), calls, drafting, batch * context, float(batch)]
+        if self._start.experts is not None:
+            terms.append(self._start.experts.touched(rows))
+        return np.array(terms)
+
+    def seconds(self, shape: Shape, batch: int, context: float) -> float:
+        ratio, _ = self._seen.get((shape, bucket(batch)), (0.0, 0))
+        return self._expected(shape, batch, context) * float(np.exp(ratio))
+
+    def _expected(self, shape: Shape, batch: int, context: float) -> float:
+        return max(float(self._weights @ self.terms(shape, batch, context)), 1e-6)
+
+    def times_seen(self, shape: Shape, batch: int) -> int:
+        return self._seen.get((shape, bucket(batch)), (0.0, 0))[1]
+
+    def observe(self, shape: Shape, batch: int, context: float, seconds: float) -> None:
+        """One step took `seconds`. A disturbed step counts as seen, and teaches nothing."""
+        self.usual_context += SEEN_WEIGHT * (context - self.usual_context)
+        ratio, count = self._seen.get((shape, bucket(batch)), (0.0, 0))
+        expected = self._expected(shape, batch, context)
+        known = count > 2
+        if known and seconds > DISTURBED * expected * np.exp(ratio):
+            return
+        self._track(self.terms(shape, batch, context) / seconds)
+        log_ratio = float(np.log(seconds / self._expected(shape, batch, context)))
+        weight = max(SEEN_WEIGHT, 1.0 / (count + 2))
+        self._seen[shape, bucket(batch)] = (ratio + weight * (log_ratio - ratio), count + 1)
+
+    def _track(self, terms: NDArray[np.float64]) -> None:
+        """Kalman filter with a random walk; terms are divided by the step's seconds, so that the target is 1."""
+        spread = np.minimum(self._spread + DRIFT**2 * self._largest, self._largest)
+        gain = spread @ terms / (terms @ spread @ terms + STEP_NOISE**2)
+        self._weights = np.maximum(self._weights + gain * (1.0 - terms @ self._weights), 0.0)
+        self._spread = spread - np.outer(gain, terms @ spread)

@@ -1,0 +1,1 @@
+"""Speculation that follows the load, inside SGLang's scheduler process."""
