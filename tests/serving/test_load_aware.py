@@ -18,12 +18,13 @@ import torch
 from safetensors.torch import load_file
 from tiny_llama import TinyTarget, random_prompts
 
-from draftloop.drafters.load.shapes import PLAIN, Shape, tree_shapes
+from draftloop.drafters.load.shapes import PLAIN, Shape, block_shapes, tree_shapes
 from draftloop.fleet.worker import Worker
 from draftloop.sglang.load.report import EVERY_S
 from draftloop.sglang.load.settings import REPORT_FILE, pin
+from draftloop.trainer.day0 import make_untrained
 
-from .conftest import CONFIG, Answer, Served, paths_of
+from .conftest import CONFIG, TRAINING_PROMPTS, Answer, Served, paths_of
 from .eagle3_by_hand import Eagle3ByHand
 
 LENGTHS = [5, 17, 40, 150]
@@ -48,15 +49,12 @@ def served(
         worker.stop()
 
 
-@pytest.fixture(autouse=True)
-def _unpinned(served: Served) -> Iterator[None]:
-    yield
-    pin(served.worker.load_folder, ())
-
-
 def ask_pinned(served: Served, shapes: Sequence[Shape], prompts: list[list[int]], tokens: int) -> list[Answer]:
     pin(served.worker.load_folder, shapes)
-    answers = served.ask(prompts, tokens)
+    try:
+        answers = served.ask(prompts, tokens)
+    finally:
+        pin(served.worker.load_folder, ())
     served.assert_greedy(answers, tokens)
     return answers
 
@@ -116,3 +114,24 @@ def test_left_to_itself_it_follows_and_reports(served: Served) -> None:
     assert all(0 <= confidence <= 1 and 0 <= accepted <= 1 for confidence, accepted, _ in said["reliability"][0])
     assert sum(drafts for _, _, drafts in said["reliability"][0]) > 50
     assert said["cost_error"] is not None
+
+
+def test_dflash_blocks_of_every_length(target: TinyTarget, served: Served, tmp_path: Path) -> None:
+    """A server of its own, after the other one's tests: its block's length changes each step, then by its choice."""
+    served.worker.stop()
+    config = CONFIG.model_copy(deep=True)
+    config.speculation.follow_load = True
+    config.drafter.kind, config.drafter.num_layers = "dflash", 1
+    make_untrained(target.folder, config.drafter, TRAINING_PROMPTS, tmp_path / "v0", "v0", seed=0)
+    worker = Worker(target.folder, config, tmp_path / "server.log")
+    shapes = block_shapes(config.drafter.block_size)
+    try:
+        blocks = Served(worker, worker.start(tmp_path / "v0"), target, tmp_path / "v0")
+        answers = ask_pinned(blocks, shapes, random_prompts(8, LENGTHS, seed=41), 40)
+        sizes: set[int] = set()
+        for record in blocks.records(answers):
+            sizes |= {len(step.draft_tokens) + 1 for step in record.verify_steps}
+        assert sizes == {shape.nodes for shape in shapes}
+        blocks.assert_greedy(blocks.ask(random_prompts(8, LENGTHS, seed=42), 40), 40)
+    finally:
+        worker.stop()

@@ -57,7 +57,7 @@ class ServerConfig(_Section):
 class SpeculationConfig(_Section):
     """Speculation that follows the load: `server`'s tree is the largest one."""
 
-    follow_load: bool = Field(True, description="choose tree or plain decoding each step (EAGLE-3 on a CPU)")
+    follow_load: bool = Field(False, description="choose tree or plain decoding each step (EAGLE-3 on a CPU)")
     margin: float = Field(0.03, ge=0.0, description="gain in predicted tokens/s that another shape must promise")
 
 

@@ -21,6 +21,7 @@ EventKind = Literal[
     "refused",
     "swap",
     "swap_failed",
+    "speculation",
     "phase",
     "run_finished",
     "interrupted",

@@ -18,8 +18,10 @@ import draftloop.sglang.cpu
 from draftloop.core.config import Config, ServerConfig, TargetConfig
 from draftloop.core.errors import ServerError
 from draftloop.core.manifest import DrafterKind
+from draftloop.drafters.checkpoint import read_hf_config
 from draftloop.drafters.device import serving_dtype, use_cuda
-from draftloop.drafters.load.shapes import tree_shapes
+from draftloop.drafters.dflash import DflashConfig
+from draftloop.drafters.load.shapes import block_shapes, tree_shapes
 from draftloop.sglang.client import ServerClient
 from draftloop.sglang.load.settings import LOAD_ENV, LoadSettings
 from draftloop.sglang.platform import PLATFORM_NAME
@@ -110,17 +112,21 @@ def server_threads(config: Config) -> int:
     return cores if use_cuda(config.trainer.device) else max(1, cores - config.trainer.threads)
 
 
-def load_settings(config: Config, algorithm: Literal["EAGLE3", "DFLASH"], folder: Path) -> LoadSettings | None:
+def load_settings(config: Config, speculation: Speculation, folder: Path) -> LoadSettings | None:
     """How a server follows its load, None when it keeps its one shape.
 
     Only an eager server (on a CPU) runs Python every step; a chain has no confidences in SGLang.
     """
     server = config.server
-    chain = algorithm == "EAGLE3" and server.topk == 1
-    if not config.speculation.follow_load or use_cuda(server.device) or chain or algorithm == "DFLASH":
+    chain = speculation.algorithm == "EAGLE3" and server.topk == 1
+    if not config.speculation.follow_load or use_cuda(server.device) or chain:
         return None
-    shapes = tree_shapes(server.num_steps, server.topk, server.num_draft_tokens)
-    return LoadSettings(folder=folder, shapes=shapes, margin=config.speculation.margin)
+    drafter = read_hf_config(speculation.checkpoint)
+    if isinstance(drafter, DflashConfig):
+        shapes = block_shapes(drafter.block_size)
+    else:
+        shapes = tree_shapes(server.num_steps, server.topk, server.num_draft_tokens)
+    return LoadSettings(folder=folder, algorithm=speculation.algorithm, shapes=shapes, margin=config.speculation.margin)
 
 
 def server_environment(config: Config, tap: TapSettings | None, load: LoadSettings | None = None) -> dict[str, str]:

@@ -189,6 +189,8 @@ class DemoRun:
             self._keep(trainer)
             raise
         self._measure("final", url, prepared.heldout)
+        if (speculation := ray.get(worker.speculation.remote())) is not None:
+            self.emit("speculation", t_s=self.now(), **speculation)
         cluster.end(trainer, None)
         cluster.end(worker, "stop")
         self._plain(cluster, prepared)

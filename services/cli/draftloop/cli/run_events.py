@@ -13,6 +13,8 @@ null, so that an older reader can show a newer run.
     promoted     t_s, version, gate_before, gate_after, reason
     refused      t_s, version, gate_before, gate_after, reason
     swap         t_s, version, stall_ms, checksum_ok, copy_ms          the candidate is in service
+    speculation  t_s, reliability [per draft level: [confidence, accepted, drafts] points], calibration_error
+                 [per draft level], steps {batch: {shape: steps}}      how a server followed its load
     measured     t_s, what ("plain" | "day0" | "mid" | "final"), accept_length, by_domain, tokens_per_s
 
 Gate values are expected accepted lengths on held-out recent records: before = serving drafter, after =
@@ -95,6 +97,14 @@ class MeasuredData(_Data):
     tokens_per_s: float | None = None
 
 
+class SpeculationData(_Data):
+    """How a server that follows its load speculated, and how well its drafter's confidences were calibrated."""
+
+    reliability: list[list[tuple[float, float, float]]] = Field(default_factory=list)
+    calibration_error: list[float] = Field(default_factory=list)
+    steps: dict[str, dict[str, int]] = Field(default_factory=dict)
+
+
 @dataclass
 class RunEvents:
     """A run's events by kind, each list in the order they happened.
@@ -109,6 +119,7 @@ class RunEvents:
     refused: list[GateData] = field(default_factory=list)
     swaps: list[SwapData] = field(default_factory=list)
     measured: list[MeasuredData] = field(default_factory=list)
+    speculation: list[SpeculationData] = field(default_factory=list)
     unreadable: int = 0
 
     @property
@@ -122,6 +133,7 @@ class RunEvents:
             self.refused,
             self.swaps,
             self.measured,
+            self.speculation,
         ]
         return max((item.t_s for group in groups for item in group), default=0.0)
 
@@ -153,5 +165,7 @@ def _add(run: RunEvents, event: Event) -> None:
             run.swaps.append(SwapData.model_validate(event.data))
         case "measured":
             run.measured.append(MeasuredData.model_validate(event.data))
+        case "speculation":
+            run.speculation.append(SpeculationData.model_validate(event.data))
         case _:
             pass

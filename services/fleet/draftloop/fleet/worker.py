@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import ray
 
@@ -20,7 +20,7 @@ from draftloop.drafters.device import serving_dtype, use_cuda
 from draftloop.drafters.target import target_identity
 from draftloop.fleet.stall import StallProbe
 from draftloop.sglang.client import ServerClient
-from draftloop.sglang.load.settings import LoadSettings
+from draftloop.sglang.load.settings import LoadSettings, read_report
 from draftloop.sglang.server import (
     ServerProcess,
     Speculation,
@@ -74,7 +74,7 @@ class Worker:
             self._serving = verify_checkpoint(drafter, target_identity(self._target), layer_ids, None)
             speculation = Speculation(drafter, self._serving.version, self._serving.kind)
             tap = self._open_tap(speculation.algorithm)
-            load = self._follow_load(speculation.algorithm)
+            load = self._follow_load(speculation)
         command = server_command(self._target, self._config.target, server, port, speculation)
         url = f"http://{server.host}:{port}"
         try:
@@ -101,8 +101,12 @@ class Worker:
         """Where the server reports its speculation, and can be pinned to shapes (`draftloop.sglang.load.settings`)."""
         return self._log.with_suffix(".load")
 
-    def _follow_load(self, algorithm: Literal["EAGLE3", "DFLASH"]) -> LoadSettings | None:
-        settings = load_settings(self._config, algorithm, self.load_folder)
+    def speculation(self) -> dict[str, Any] | None:
+        """What the server last said about following its load (`draftloop.sglang.load.report`); None if it does not."""
+        return read_report(self.load_folder)
+
+    def _follow_load(self, speculation: Speculation) -> LoadSettings | None:
+        settings = load_settings(self._config, speculation, self.load_folder)
         if settings is not None:
             self.load_folder.mkdir(parents=True, exist_ok=True)
         return settings

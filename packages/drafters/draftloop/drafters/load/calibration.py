@@ -10,6 +10,8 @@ BINS = 20
 PRIOR_DRAFTS = 8.0
 # Half of the memory is this many drafts of a bin old: a swapped drafter and drifting traffic must show soon.
 HALF_LIFE = 2000.0
+# Steps between two fits of the curve; each would move it by less than a fit costs in a small model's step.
+REFIT_AFTER = 8
 
 
 class Reliability:
@@ -19,6 +21,7 @@ class Reliability:
         self._drafts = np.zeros(BINS)
         self._confidence = np.zeros(BINS)
         self._accepted = np.zeros(BINS)
+        self._news = 0
         self._refit()
 
     def observe(self, confidence: NDArray[np.floating], accepted: NDArray[np.bool_]) -> None:
@@ -29,9 +32,12 @@ class Reliability:
         self._drafts = self._drafts * keep + drafts
         self._confidence = self._confidence * keep + np.bincount(place, confidence.ravel(), BINS)
         self._accepted = self._accepted * keep + np.bincount(place, accepted.ravel().astype(np.float64), BINS)
-        self._refit()
+        self._news += 1
+        if self._news >= REFIT_AFTER:
+            self._refit()
 
     def _refit(self) -> None:
+        self._news = 0
         centre = (np.arange(BINS) + 0.5) / BINS
         weight = self._drafts + PRIOR_DRAFTS
         self._knots = (self._confidence + PRIOR_DRAFTS * centre) / weight

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from draftloop.drafters.load.cost_model import CostModel
-from draftloop.drafters.load.gains import Levels, TreeGains, accepted_by_budget
+from draftloop.drafters.load.gains import Levels, accepted_by_budget
 from draftloop.drafters.load.shapes import PLAIN, Shape
 
 # A shape that promises nearly the best rate is tried this often at a batch size before its predicted cost is believed.
@@ -31,34 +32,44 @@ class Load:
     first: NDArray[np.floating] | None
 
 
+class Gains(Protocol):
+    """`gains.TreeGains` or `gains.BlockGains`."""
+
+    def expected(self, shapes: Sequence[Shape], first: NDArray[np.floating] | None) -> list[float]: ...
+
+
 class Chooser:
     """Maximise batch * expected tokens / seconds over a fixed set of shapes.
 
     margin: how much better (as a share) another shape must be before it replaces the running one.
     """
 
-    def __init__(self, shapes: Sequence[Shape], cost: CostModel, gains: TreeGains, margin: float) -> None:
+    def __init__(self, shapes: Sequence[Shape], cost: CostModel, gains: Gains, margin: float) -> None:
         self.shapes = tuple(shapes)
         self.cost = cost
-        self.gains = gains
+        self._gains = gains
         self.margin = margin
         self.current = max(shape for shape in self.shapes if shape.drafts)
         self._votes = 0
         self._resting = 0
 
-    def rate(self, shape: Shape, load: Load, first: NDArray[np.floating] | None) -> float:
-        """Expected tokens a second."""
-        tokens = load.batch * self.gains.expected(shape, first)
-        return tokens / self.cost.seconds(shape, load.batch, load.context)
+    def seconds(self, load: Load) -> list[float]:
+        """Predicted time of a step of each shape."""
+        return [self.cost.seconds(shape, load.batch, load.context) for shape in self.shapes]
+
+    def rates(self, load: Load, first: NDArray[np.floating] | None, seconds: Sequence[float]) -> dict[Shape, float]:
+        """Expected tokens a second of each shape."""
+        tokens = self._gains.expected(self.shapes, first)
+        return {s: load.batch * t / cost for s, t, cost in zip(self.shapes, tokens, seconds, strict=True)}
 
     def choose(self, load: Load) -> Shape:
         """The shape of this step. Rest and waking are voted on by the average of late, as they bind many steps."""
-        drafting = [shape for shape in self.shapes if shape.drafts]
-        usual = max(self.rate(shape, load, None) for shape in drafting)
-        plain = self.rate(PLAIN, load, None) if PLAIN in self.shapes else 0.0
+        seconds = self.seconds(load)
+        usual = self.rates(load, None, seconds)
+        plain = usual.pop(PLAIN, 0.0)
         resting = not self.current.drafts
         self._resting = self._resting + 1 if resting else 0
-        better, worse = (usual, plain) if resting else (plain, usual)
+        better, worse = (max(usual.values()), plain) if resting else (plain, max(usual.values()))
         wanted = better > (1.0 + self.margin) * worse or self._resting > RECHECK_STEPS
         self._votes = self._votes + 1 if wanted else 0
         if self._votes >= PATIENCE:
@@ -66,18 +77,16 @@ class Chooser:
             resting = not resting
         if resting:
             self.current = PLAIN
-            return PLAIN
-        self.current = self._best(drafting, load)
+        else:
+            rates = usual if load.first is None else self.rates(load, load.first, seconds)
+            rates.pop(PLAIN, None)
+            self.current = self._best(rates, load.batch)
         return self.current
 
-    def _best(self, drafting: Sequence[Shape], load: Load) -> Shape:
-        rates = {shape: self.rate(shape, load, load.first) for shape in drafting}
+    def _best(self, rates: dict[Shape, float], batch: int) -> Shape:
         best = max(rates, key=lambda shape: rates[shape])
-        untried = [
-            shape
-            for shape in drafting
-            if rates[shape] > WORTH_TRYING * rates[best] and self.cost.times_seen(shape, load.batch) < TRIALS
-        ]
+        close = [shape for shape in rates if rates[shape] > WORTH_TRYING * rates[best]]
+        untried = [shape for shape in close if self.cost.times_seen(shape, batch) < TRIALS]
         if untried:
             return max(untried, key=lambda shape: rates[shape])
         if self.current in rates and rates[best] <= (1.0 + self.margin) * rates[self.current]:

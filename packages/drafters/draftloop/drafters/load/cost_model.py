@@ -22,6 +22,10 @@ from draftloop.drafters.load.shapes import Shape
 # Relative error of one step's wall time, and how far a term's weight may drift between steps (share of its prior).
 STEP_NOISE = 0.1
 DRIFT = 0.002
+# Place of the term that grows with every token.
+CONTEXT = 4
+# How wrong start-up's weights may be, as a share of them, in the order of `terms`: products were timed, host sides not.
+UNSURE = np.array([5.0, 0.5, 5.0, 1.0, 3.0, 5.0, 2.0])
 # A step that took more than this many times what was expected was disturbed: a collection, a neighbour, a swap.
 DISTURBED = 3.0
 SEEN_WEIGHT = 0.1
@@ -90,20 +94,27 @@ class CostModel:
         prior = [start.call_seconds, 1.0, start.call_seconds, 1.0, start.token_seconds, start.request_seconds]
         if start.experts is not None:
             prior.append(start.expert_seconds)
-        self._prior = np.array(prior)
-        self._weights = self._prior.copy()
-        self._largest = np.diag(self._prior**2)
-        self._spread = self._largest.copy()
+        self._weights = np.array(prior)
+        self._spread = np.diag((self._weights * UNSURE[: len(prior)]) ** 2)
+        self._drift = DRIFT**2 * np.diag(self._weights**2)
         self.usual_context = 1.0
+        self._fixed: dict[tuple[Shape, int], NDArray[np.float64]] = {}
         self._seen: dict[tuple[Shape, int], tuple[float, int]] = {}  # by shape and `bucket`
 
     def terms(self, shape: Shape, batch: int, context: float) -> NDArray[np.float64]:
         """What each weight multiplies. context: mean tokens of a request."""
+        if (shape, batch) not in self._fixed:
+            self._fixed[shape, batch] = self._without_context(shape, batch)
+        terms = self._fixed[shape, batch].copy()
+        terms[CONTEXT] = batch * context
+        return terms
+
+    def _without_context(self, shape: Shape, batch: int) -> NDArray[np.float64]:
         rows = batch * shape.nodes
         calls = float(shape.depth)  # depth - 1 decoding steps, and the drafter's own pass over what was verified
         drafting = (shape.depth - 1) * self._start.draft(batch * shape.width) if shape.drafts else 0.0
         drafting += self._start.draft(rows) if shape.drafts else 0.0
-        terms = [1.0, self._start.target(rows), calls, drafting, batch * context, float(batch)]
+        terms = [1.0, self._start.target(rows), calls, drafting, 0.0, float(batch)]
         if self._start.experts is not None:
             terms.append(self._start.experts.touched(rows))
         return np.array(terms)
@@ -133,7 +144,7 @@ class CostModel:
 
     def _track(self, terms: NDArray[np.float64]) -> None:
         """Kalman filter with a random walk; terms are divided by the step's seconds, so that the target is 1."""
-        spread = np.minimum(self._spread + DRIFT**2 * self._largest, self._largest)
+        spread = self._spread + self._drift
         gain = spread @ terms / (terms @ spread @ terms + STEP_NOISE**2)
         self._weights = np.maximum(self._weights + gain * (1.0 - terms @ self._weights), 0.0)
         self._spread = spread - np.outer(gain, terms @ spread)

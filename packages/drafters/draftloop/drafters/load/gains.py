@@ -45,7 +45,11 @@ class TreeGains:
         depth = max((shape.depth for shape in self.shapes), default=1)
         self.reliability = [Reliability() for _ in range(depth)]
         self._first = 1.0
-        self._sums = {shape: PRIOR_STEPS * np.array([_prior_ratio(shape), 1.0]) for shape in self.shapes}
+        self._gained = {shape: PRIOR_STEPS * _prior_ratio(shape) for shape in self.shapes}
+        self._promised = dict.fromkeys(self.shapes, PRIOR_STEPS)
+        self._groups: dict[tuple[int, int], list[Shape]] = {}
+        for shape in self.shapes:
+            self._groups.setdefault((shape.depth, shape.width), []).append(shape)
 
     def first_level(self, confidence: NDArray[np.floating]) -> NDArray[np.float64]:
         """[B] calibrated sum of the first level's confidences [B, k]: the chance that one of them is accepted."""
@@ -59,29 +63,54 @@ class TreeGains:
         """One step's drawn trees, as calibrated acceptance [B, parents, children] a level."""
         first = float(np.minimum(levels[0].sum(axis=(1, 2)), 1.0).mean())
         self._first = MEMORY * self._first + (1.0 - MEMORY) * first
-        groups: dict[tuple[int, int], list[Shape]] = {}
-        for shape in self.shapes:
-            if shape.depth <= len(levels) and shape.width <= width:
-                groups.setdefault((shape.depth, shape.width), []).append(shape)
-        for (depth, narrow), shapes in groups.items():
+        for (depth, narrow), shapes in self._groups.items():
+            if depth > len(levels) or narrow > width:
+                continue
             gains = accepted_by_budget(levels[:depth], narrow, [shape.nodes for shape in shapes])
             for shape, gain in zip(shapes, gains, strict=True):
-                self._sums[shape] = MEMORY * self._sums[shape] + (float(gain.mean()), first)
+                self._gained[shape] = MEMORY * self._gained[shape] + float(gain.mean())
+                self._promised[shape] = MEMORY * self._promised[shape] + first
 
     def observe(self, level: int, confidence: NDArray[np.floating], accepted: NDArray[np.bool_]) -> None:
         """The verdicts on verified drafts `level` levels below the root (1 is the first)."""
         self.reliability[level - 1].observe(confidence, accepted)
 
-    def expected(self, shape: Shape, first: NDArray[np.floating] | None) -> float:
-        """Mean tokens a request gains in a step, the target's own included. first: [B, k] confidences of the first
-        level, None when the drafter has not run: then the average of late."""
-        if not shape.drafts:
-            return 1.0
-        gain, promised = self._sums[shape]
+    def expected(self, shapes: Sequence[Shape], first: NDArray[np.floating] | None) -> list[float]:
+        """Mean tokens a request gains in a step of each shape, the target's own included. first: [B, k] confidences
+        of the first level, None when the drafter has not run: then the average of late."""
         start = self._first if first is None else float(self.first_level(first).mean())
-        return 1.0 + start * gain / max(promised, 1e-9)
+        return [
+            1.0 + start * self._gained[shape] / max(self._promised[shape], 1e-9) if shape.drafts else 1.0
+            for shape in shapes
+        ]
 
 
 def _prior_ratio(shape: Shape) -> float:
     depths = sum(PRIOR_CHILD**level for level in range(shape.depth))
     return float(depths * (1.0 - PRIOR_CHILD ** (shape.nodes - 1)))
+
+
+class BlockGains:
+    """Expected accepted drafts of a block, from the verdicts on each of its slots.
+
+    SGLang takes the arg-max of DFlash's logits and drops them, so there are no confidences: a slot's acceptance, given
+    that the slots before it were accepted, is counted instead, old verdicts fading.
+    """
+
+    def __init__(self, shapes: Sequence[Shape]) -> None:
+        slots = max(shape.nodes for shape in shapes) - 1
+        self._tried = np.full(slots, PRIOR_STEPS)
+        self._accepted = PRIOR_CHILD * self._tried
+
+    def observe(self, slots: int, accepted: NDArray[np.integer]) -> None:
+        """slots: drafts verified of each request.  accepted: [B] how many of them were."""
+        place = np.arange(slots)
+        tried = (accepted[:, None] >= place).sum(axis=0)
+        hits = (accepted[:, None] > place).sum(axis=0)
+        self._tried[:slots] = MEMORY * self._tried[:slots] + tried
+        self._accepted[:slots] = MEMORY * self._accepted[:slots] + hits
+
+    def expected(self, shapes: Sequence[Shape], first: NDArray[np.floating] | None) -> list[float]:
+        """Mean tokens a request gains in a step of each shape; `first` is of no use here."""
+        reached = np.concatenate(([1.0], np.cumprod(self._accepted / self._tried))).cumsum()
+        return [float(reached[shape.nodes - 1]) for shape in shapes]

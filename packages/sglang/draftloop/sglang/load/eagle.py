@@ -9,21 +9,18 @@ Python runs every step only where no graph is replayed, so this is for eager ser
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from draftloop.drafters.load.chooser import Chooser, Load
-from draftloop.drafters.load.cost_model import CostModel
 from draftloop.drafters.load.gains import TreeGains
 from draftloop.drafters.load.shapes import Shape
-from draftloop.sglang.hooks import EAGLE_SERVER, EAGLE_WORKER, Hook, serving_version
-from draftloop.sglang.load.report import LoadReport
+from draftloop.sglang.hooks import EAGLE_SERVER, EAGLE_WORKER, Hook
+from draftloop.sglang.load.follower import Follower
 from draftloop.sglang.load.rest import MissedTokens
-from draftloop.sglang.load.settings import LoadSettings, Pinned
+from draftloop.sglang.load.settings import LoadSettings
 
 
 @dataclass(slots=True)
@@ -35,34 +32,19 @@ class Drawn:
     chosen: NDArray[np.int64]
 
 
-@dataclass(slots=True)
-class Timed:
-    """A step whose end is the start of the next one."""
-
-    requests: tuple[str, ...]
-    shape: Shape
-    context: float
-    begin: float
-
-
 class EagleFollower:
     """One lives in each scheduler process; its methods are hooks, `start` the first to be called."""
 
     _worker: Any
-    _chooser: Chooser
-    _report: LoadReport
 
     def __init__(self, settings: LoadSettings) -> None:
-        self._settings = settings
-        self._pinned = Pinned(settings.folder)
+        self._shapes = settings.shapes
+        self._gains = TreeGains(settings.shapes)
+        self._follower = Follower(settings, self._gains, self._gains.reliability)
         self._missed = MissedTokens()
         self._backends: dict[tuple[int, int], Any] = {}
         self._shape = settings.shapes[-1]
-        self._load = Load(1, 1.0, None)
-        self._is_pinned = False
         self._drawn: Drawn | None = None
-        self._timed: Timed | None = None
-        self._version = ""
 
     def hooks(self) -> tuple[Hook, ...]:
         organize = "sglang.srt.speculative.eagle_utils.organize_draft_results"
@@ -75,51 +57,30 @@ class EagleFollower:
         )
 
     def start(self, _result: None, worker: Any) -> None:
-        """All models are loaded: time them, and build what each depth and width drafts with."""
+        """All models are loaded: build what each depth and width drafts with."""
         from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
-        from draftloop.sglang.load.timing import start_up
-
         self._worker = worker
-        target, draft = worker.target_worker.model_runner, worker.draft_worker.draft_runner
-        for depth, width in {(shape.depth, shape.width) for shape in self._settings.shapes}:
+        draft = worker.draft_worker.draft_runner
+        for depth, width in {(shape.depth, shape.width) for shape in self._shapes}:
             self._backends[depth, width] = DraftBackendFactory(draft, width, depth).create_decode_backend()
-        shapes = self._settings.shapes
-        cost = CostModel(start_up(target, draft))
-        self._chooser = Chooser(shapes, cost, TreeGains(shapes), self._settings.margin)
-        self._report = LoadReport(self._settings.folder, self._chooser)
+        self._follower.start(worker.target_worker.model_runner, draft)
 
     def step(self, original: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if not batch.forward_mode.is_decode():
             if batch.forward_mode.is_extend():
                 self._missed.forget(batch)
-            self._timed = None
+            self._follower.interrupted()
             return original(worker, batch, *args, **kwargs)
-        self._load = self._load_of(batch)
-        requests = tuple(req.rid for req in batch.reqs)
-        begin = time.perf_counter()
-        self._end_timing(requests, begin)
-        self._choose(worker)
+        awake = self._shape.drafts
+        self._activate(worker, self._follower.choose(batch, batch.spec_info.topk_p.numpy() if awake else None))
         caught_up = self._shape.drafts and self._missed.catch_up(worker, batch)
         self._drawn = None
         result = original(worker, batch, *args, **kwargs)
         if self._drawn is not None:
             self._learn(self._drawn, result.accept_index.numpy(), result.accept_lens.numpy())
-        self._report.count(len(requests), self._shape)
-        self._timed = None if caught_up else Timed(requests, self._shape, self._load.context, begin)
+        self._follower.ran(self._shape, comparable=not caught_up)
         return result
-
-    def _load_of(self, batch: Any) -> Load:
-        first = batch.spec_info.topk_p.numpy() if self._shape.drafts else None
-        return Load(len(batch.reqs), float(batch.seq_lens.float().mean()), first)
-
-    def _choose(self, worker: Any) -> None:
-        if (version := serving_version()) != self._version:
-            self._version = version
-            self._chooser.forget()
-        pinned = self._pinned.next()
-        self._is_pinned = pinned is not None
-        self._activate(worker, pinned or self._chooser.choose(self._load))
 
     def _activate(self, worker: Any, shape: Shape) -> None:
         """As SGLang's `apply_runtime_state` does, but for the launch-time settings: those size the KV slots of a
@@ -144,10 +105,9 @@ class EagleFollower:
     def prune(self, original: Any, score_list: Any, token_list: Any, parents_list: Any, num_draft_token: int) -> Any:
         """Between drafting and building the tree: all drawn nodes' confidences are known, the budget is still free."""
         levels = [scores.numpy() for scores in score_list]
-        calibrated = self._chooser.gains.calibrated(levels)
-        self._chooser.gains.see(calibrated, self._shape.width)
-        if not self._is_pinned:
-            self._activate(self._worker, self._chooser.prune(self._shape, calibrated, self._load))
+        calibrated = self._gains.calibrated(levels)
+        self._gains.see(calibrated, self._shape.width)
+        self._activate(self._worker, self._follower.prune(self._shape, calibrated))
         drawn = original(score_list, token_list, parents_list, self._shape.nodes)
         self._drawn = Drawn(levels, drawn[1].numpy())
         return drawn
@@ -167,15 +127,7 @@ class EagleFollower:
         for depth in range(1, len(drawn.levels) + 1):
             here = level == depth
             if here.any():
-                self._chooser.gains.observe(depth, confidence[here], accepted[here])
-
-    def _end_timing(self, requests: tuple[str, ...], now: float) -> None:
-        """The last step ends where this one begins, if nothing came between: same requests, no prefill."""
-        last = self._timed
-        if last is not None and last.requests == requests:
-            cost, seconds = self._chooser.cost, now - last.begin
-            self._report.timed(cost.seconds(last.shape, len(requests), last.context), seconds)
-            cost.observe(last.shape, len(requests), last.context, seconds)
+                self._gains.observe(depth, confidence[here], accepted[here])
 
     def rest(self, worker: Any, batch: Any, batch_output: Any) -> None:
         self._missed.note(batch, batch_output.logits_output.hidden_states)

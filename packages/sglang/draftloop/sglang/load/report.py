@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from draftloop.drafters.load.chooser import Chooser
+from draftloop.drafters.load.calibration import Reliability
+from draftloop.drafters.load.cost_model import CostModel
 from draftloop.drafters.load.shapes import Shape
 from draftloop.sglang.load.settings import REPORT_FILE, write_whole
 
@@ -23,9 +25,10 @@ class LoadReport:
     step times predicted.
     """
 
-    def __init__(self, folder: Path, chooser: Chooser) -> None:
+    def __init__(self, folder: Path, cost: CostModel, curves: Sequence[Reliability]) -> None:
         self._path = folder / REPORT_FILE
-        self._chooser = chooser
+        self._cost = cost
+        self._curves = curves
         self._steps: Counter[tuple[int, Shape]] = Counter()
         self._errors = [0.0, 0.0]
         self._written = time.monotonic()
@@ -46,14 +49,13 @@ class LoadReport:
     def _data(self) -> dict[str, Any]:
         steps: dict[int, dict[str, int]] = {}
         costs: dict[int, dict[str, float]] = {}
-        cost = self._chooser.cost
+        cost = self._cost
         for (batch, shape), count in sorted(self._steps.items()):
             steps.setdefault(batch, {})[str(shape)] = count
             costs.setdefault(batch, {})[str(shape)] = round(1e3 * cost.seconds(shape, batch, cost.usual_context), 2)
-        curves = self._chooser.gains.reliability
         return {
-            "reliability": [[[round(x, 4) for x in point] for point in curve.points()] for curve in curves],
-            "calibration_error": [round(curve.error(), 4) for curve in curves],
+            "reliability": [[[round(x, 4) for x in point] for point in curve.points()] for curve in self._curves],
+            "calibration_error": [round(curve.error(), 4) for curve in self._curves],
             "steps": steps,
             "step_ms": costs,
             "cost_error": round(self._errors[0] / self._errors[1], 4) if self._errors[1] else None,

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -23,6 +24,7 @@ class LoadSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     folder: Path
+    algorithm: Literal["EAGLE3", "DFLASH"] = "EAGLE3"
     shapes: tuple[Shape, ...]
     margin: float = Field(0.03, ge=0.0)
 
@@ -30,6 +32,15 @@ class LoadSettings(BaseModel):
     def from_environment(cls) -> LoadSettings | None:
         raw = os.environ.get(LOAD_ENV)
         return cls.model_validate_json(raw) if raw else None
+
+
+def read_report(folder: Path) -> dict[str, Any] | None:
+    """The scheduler's last report (`load.report`), None when there is none yet."""
+    try:
+        report: dict[str, Any] = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    return report
 
 
 def pin(folder: Path, shapes: Iterable[Shape]) -> None:
