@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from draftloop.core.config import Config, ServerConfig
-from draftloop.sglang.hooks import DFLASH_WORKER, EAGLE_WORKER, TESTED_VERSIONS
+from draftloop.sglang.hooks import DFLASH_WORKER, EAGLE_SERVER, EAGLE_WORKER, TESTED_VERSIONS
 from draftloop.sglang.server import server_environment
 
 PROGRAM = Path(__file__).with_name("inside_sglang.py")
@@ -55,6 +55,9 @@ def test_every_hook_fits(answers: dict[str, Any]) -> None:
         f"{EAGLE_WORKER}._draft_extend_for_decode",
         f"{DFLASH_WORKER}.__init__",
         "sglang.srt.mem_cache.common.release_kv_cache",
+        f"{EAGLE_SERVER}.forward_batch_generation",
+        f"{DFLASH_WORKER}.forward_batch_generation",
+        "sglang.srt.speculative.eagle_utils.organize_draft_results",
     }
     assert set(problems.values()) == {None}
     assert answers["hooks"]["check_good"] is None

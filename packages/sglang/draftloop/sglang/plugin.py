@@ -43,11 +43,9 @@ def _hook_scheduler(on_cpu: bool, settings: TapSettings | None, load: LoadSettin
     if settings is not None:
         hooks += tap_hooks(Tap(settings), settings.algorithm)
     if load is not None:
-        from draftloop.sglang.load.dflash import DflashFollower
-        from draftloop.sglang.load.eagle import EagleFollower
+        from draftloop.sglang.load import load_hooks
 
-        follower = DflashFollower(load) if load.algorithm == "DFLASH" else EagleFollower(load)
-        hooks += follower.hooks()
+        hooks += load_hooks(load)
     try:
         check(hooks)
     except HookError as err:
