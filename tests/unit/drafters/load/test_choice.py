@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -139,7 +141,7 @@ def settled(chooser: Chooser, load: Load, steps: int = 300) -> list[Shape]:
         shape = chooser.choose(load)
         chooser.cost.observe(shape, load.batch, load.context, chooser.cost.seconds(shape, load.batch, load.context))
         shapes.append(shape)
-    return shapes[len(SHAPES) * TRIALS + PATIENCE :]
+    return shapes[len(SHAPES) * TRIALS + 10 :]
 
 
 def taught(first: float) -> TreeGains:
@@ -166,12 +168,22 @@ def test_large_batches_rest_and_small_ones_wake() -> None:
     assert settled(chooser, Load(1, 100.0, None))[-1].drafts
 
 
-def test_votes_in_a_row_are_needed() -> None:
-    """A batch that jumps each step neither rests nor wakes."""
-    chooser = Chooser(SHAPES, machine(0.005), taught(0.6), margin=0.03)
-    for _ in range(3 * PATIENCE):
-        chooser.choose(Load(16, 100.0, None))
-        assert chooser.choose(Load(1, 100.0, None)).drafts
+@given(st.floats(0.001, 0.1), st.floats(0.005, 0.1))
+def test_rest_needs_as_many_steps_as_the_gain_is_small(gain: float, margin: float) -> None:
+    """Two shapes on a machine where plain decoding is better by `gain`."""
+    assume(abs(gain - margin) > 1e-6)
+    tree = Shape(1, 1, 2)
+    gains = TreeGains([tree])
+    promised = gains.expected([tree], None)[0]
+    cost = CostModel(
+        StartUp(RowCost((1, 2), (1.0, promised * (1.0 + gain))), RowCost((1, 2), (0.0, 0.0)), 0.0, 0.0, 0.0)
+    )
+    chooser = Chooser([PLAIN, tree], cost, gains, margin)
+    steps = 0
+    while chooser.choose(Load(1, 0.0, None)).drafts and steps < 50:
+        steps += 1
+    expected = math.ceil(PATIENCE * margin / gain - 1e-6) - 1 if gain > margin else 50
+    assert abs(steps - expected) <= 1 or steps == expected == 50
 
 
 def test_a_new_drafter_is_asked_although_the_old_one_rested() -> None:
@@ -179,7 +191,7 @@ def test_a_new_drafter_is_asked_although_the_old_one_rested() -> None:
     load = Load(16, 100.0, None)
     assert settled(chooser, load)[-1] == PLAIN
     chooser.forget()
-    assert any(chooser.choose(load).drafts for _ in range(2 * PATIENCE))
+    assert any(chooser.choose(load).drafts for _ in range(4))
 
 
 @given(st.integers(1, 16), st.integers(0, 2**32 - 1))

@@ -16,8 +16,10 @@ from draftloop.drafters.load.shapes import PLAIN, Shape
 # A shape that promises nearly the best rate is tried this often at a batch size before its predicted cost is believed.
 TRIALS = 3
 WORTH_TRYING = 0.9
-# Votes in a row before the drafter rests or wakes: waking costs a pass over all tokens it has slept through.
-PATIENCE = 4
+# Margins of gain, added up over steps in a row, before the drafter rests or wakes: a gain of one margin takes this many
+# steps, a large one a single step. Waking costs a pass over all tokens it has slept through.
+PATIENCE = 4.0
+LEAST_MARGIN = 0.005
 # A resting drafter learns nothing about traffic that changes; after so many steps it is asked again.
 RECHECK_STEPS = 1000
 
@@ -50,7 +52,7 @@ class Chooser:
         self._gains = gains
         self.margin = margin
         self.current = max(shape for shape in self.shapes if shape.drafts)
-        self._votes = 0
+        self._evidence = 0.0
         self._resting = 0
 
     def seconds(self, load: Load) -> list[float]:
@@ -63,17 +65,17 @@ class Chooser:
         return {s: load.batch * t / cost for s, t, cost in zip(self.shapes, tokens, seconds, strict=True)}
 
     def choose(self, load: Load) -> Shape:
-        """The shape of this step. Rest and waking are voted on by the average of late, as they bind many steps."""
+        """The shape of this step. Rest and waking go by the average of late, as they bind many steps."""
         seconds = self.seconds(load)
         usual = self.rates(load, None, seconds)
         plain = usual.pop(PLAIN, 0.0)
         resting = not self.current.drafts
         self._resting = self._resting + 1 if resting else 0
         better, worse = (max(usual.values()), plain) if resting else (plain, max(usual.values()))
-        wanted = better > (1.0 + self.margin) * worse or self._resting > RECHECK_STEPS
-        self._votes = self._votes + 1 if wanted else 0
-        if self._votes >= PATIENCE:
-            self._votes = 0
+        gain = better / worse - 1.0 if worse else 0.0
+        self._evidence = self._evidence + gain / max(self.margin, LEAST_MARGIN) if gain > self.margin else 0.0
+        if self._evidence >= PATIENCE or self._resting > RECHECK_STEPS:
+            self._evidence = 0.0
             resting = not resting
         if resting:
             self.current = PLAIN
