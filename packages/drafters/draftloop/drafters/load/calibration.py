@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 BINS = 20
 # Drafts that the identity (confidence = acceptance) counts for in each bin, before any were seen.
-PRIOR_DRAFTS = 8.0
+PRIOR_DRAFTS = 2.0
 # Half of the memory is this many drafts of a bin old: a swapped drafter and drifting traffic must show soon.
 HALF_LIFE = 2000.0
 # Steps between two fits of the curve; each would move it by less than a fit costs in a small model's step.

@@ -12,6 +12,7 @@ wall time. What they cannot express stays in one ratio for each (shape, batch) t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,9 +27,11 @@ DRIFT = 0.002
 CONTEXT = 4
 # How wrong start-up's weights may be, as a share of them, in the order of `terms`: products were timed, host sides not.
 UNSURE = np.array([5.0, 0.5, 5.0, 1.0, 3.0, 5.0, 2.0])
+# Steps of one shape and batch that are averaged, and how many the terms' own prediction counts for among them.
+SEEN_STEPS = 30.0
+TERMS_COUNT = 2.0
 # A step that took more than this many times what was expected was disturbed: a collection, a neighbour, a swap.
 DISTURBED = 3.0
-SEEN_WEIGHT = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,15 @@ def bucket(batch: int) -> int:
     return round(2.0 * float(np.log2(batch)))
 
 
+@dataclass(slots=True)
+class _Seen:
+    """Steps of one shape at one batch: how many, and the recent mean of log seconds and of the terms then."""
+
+    count: int
+    log_seconds: float
+    terms: NDArray[np.float64]
+
+
 class CostModel:
     """Predict a step's seconds, and learn from the ones that were run."""
 
@@ -99,7 +111,7 @@ class CostModel:
         self._drift = DRIFT**2 * np.diag(self._weights**2)
         self.usual_context = 1.0
         self._fixed: dict[tuple[Shape, int], NDArray[np.float64]] = {}
-        self._seen: dict[tuple[Shape, int], tuple[float, int]] = {}  # by shape and `bucket`
+        self._seen: dict[tuple[Shape, int], _Seen] = {}  # by shape and `bucket`
 
     def terms(self, shape: Shape, batch: int, context: float) -> NDArray[np.float64]:
         """What each weight multiplies. context: mean tokens of a request."""
@@ -120,27 +132,33 @@ class CostModel:
         return np.array(terms)
 
     def seconds(self, shape: Shape, batch: int, context: float) -> float:
-        ratio, _ = self._seen.get((shape, bucket(batch)), (0.0, 0))
-        return self._expected(shape, batch, context) * float(np.exp(ratio))
+        expected = self._expected(self.terms(shape, batch, context))
+        seen = self._seen.get((shape, bucket(batch)))
+        if seen is None:
+            return expected
+        # Against today's weights, or the same error would be corrected twice once the weights have learnt it.
+        ratio = seen.log_seconds - math.log(self._expected(seen.terms))
+        return expected * math.exp(ratio * seen.count / (seen.count + TERMS_COUNT))
 
-    def _expected(self, shape: Shape, batch: int, context: float) -> float:
-        return max(float(self._weights @ self.terms(shape, batch, context)), 1e-6)
+    def _expected(self, terms: NDArray[np.float64]) -> float:
+        return max(float(self._weights @ terms), 1e-6)
 
     def times_seen(self, shape: Shape, batch: int) -> int:
-        return self._seen.get((shape, bucket(batch)), (0.0, 0))[1]
+        seen = self._seen.get((shape, bucket(batch)))
+        return 0 if seen is None else seen.count
 
     def observe(self, shape: Shape, batch: int, context: float, seconds: float) -> None:
-        """One step took `seconds`. A disturbed step counts as seen, and teaches nothing."""
-        self.usual_context += SEEN_WEIGHT * (context - self.usual_context)
-        ratio, count = self._seen.get((shape, bucket(batch)), (0.0, 0))
-        expected = self._expected(shape, batch, context)
-        known = count > 2
-        if known and seconds > DISTURBED * expected * np.exp(ratio):
+        """One step took `seconds`. A disturbed step teaches nothing."""
+        if self.times_seen(shape, batch) > 2 and seconds > DISTURBED * self.seconds(shape, batch, context):
             return
-        self._track(self.terms(shape, batch, context) / seconds)
-        log_ratio = float(np.log(seconds / self._expected(shape, batch, context)))
-        weight = max(SEEN_WEIGHT, 1.0 / (count + 2))
-        self._seen[shape, bucket(batch)] = (ratio + weight * (log_ratio - ratio), count + 1)
+        self.usual_context += (context - self.usual_context) / SEEN_STEPS
+        terms = self.terms(shape, batch, context)
+        self._track(terms / seconds)
+        seen = self._seen.setdefault((shape, bucket(batch)), _Seen(0, 0.0, np.zeros_like(terms)))
+        seen.count += 1
+        weight = max(1.0 / SEEN_STEPS, 1.0 / seen.count)
+        seen.log_seconds += weight * (math.log(seconds) - seen.log_seconds)
+        seen.terms += weight * (terms - seen.terms)
 
     def _track(self, terms: NDArray[np.float64]) -> None:
         """Kalman filter with a random walk; terms are divided by the step's seconds, so that the target is 1."""
