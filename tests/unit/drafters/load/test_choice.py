@@ -134,7 +134,7 @@ def machine(slope: float) -> CostModel:
     return CostModel(StartUp(target, RowCost((1, 64), (0.001, 0.004)), call_seconds=0.002))
 
 
-def settled(chooser: Chooser, load: Load, steps: int = 300) -> list[Shape]:
+def settled(chooser: Chooser, load: Load, steps: int = 150) -> list[Shape]:
     """Choices once every shape's cost has been tried, on a machine that takes exactly what the model says."""
     shapes = []
     for _ in range(steps):
@@ -151,7 +151,7 @@ def taught(first: float) -> TreeGains:
     return gains
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(st.integers(1, 24), st.floats(0.05, 0.95), st.floats(0.0005, 0.01))
 def test_it_settles_within_a_margin_of_the_best_rate(batch: int, first: float, slope: float) -> None:
     chooser = Chooser(SHAPES, machine(slope), taught(first), margin=0.03)

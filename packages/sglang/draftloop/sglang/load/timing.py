@@ -55,7 +55,10 @@ def increasing_times(seconds: list[float]) -> tuple[float, ...]:
 def start_up(target: Any, draft: Any) -> StartUp:
     """What the model runners of target and drafter cost before anything was served."""
     products = time_products(target.model, target.model.lm_head, target.dtype)
-    times = StartUp(products, time_products(draft.model, draft.model.lm_head, draft.dtype))
+    # A DFlash drafter has no head: its guesses go through the target's.
+    own_head = "lm_head" in dict(draft.model.named_children())
+    head = draft.model.lm_head if own_head else target.model.lm_head
+    times = StartUp(products, time_products(draft.model, head, draft.dtype))
     # SGLang's fused experts keep all of a layer's gate and up projections in `w13_weight`.
     fused: list[Any] = [module for module in target.model.modules() if hasattr(module, "w13_weight")]
     if not fused:
