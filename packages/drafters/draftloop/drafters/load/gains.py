@@ -36,14 +36,16 @@ class TreeGains:
     """Expected accepted drafts of each shape.
 
     Before drafting only the first level's confidences are known, so a shape's gain is their calibrated sum times a
-    ratio: what the whole shape brought in the trees drawn so far, over what their first level promised. Every tree
-    teaches the ratios of all shapes it holds. Deeper levels are calibrated apart: they continue guessed features.
+    ratio: what the whole shape brought in the trees drawn so far, over what their first level promised (its best
+    children, as many as the narrowest shape has, so that all trees promise alike). Every tree teaches the ratios of
+    all shapes it holds. Deeper levels are calibrated apart: they continue guessed features.
     """
 
     def __init__(self, shapes: Sequence[Shape]) -> None:
         self.shapes = tuple(shape for shape in shapes if shape.drafts)
         depth = max((shape.depth for shape in self.shapes), default=1)
         self.reliability = [Reliability() for _ in range(depth)]
+        self._narrowest = min((shape.width for shape in self.shapes), default=1)
         self._first = 1.0
         self._gained = {shape: PRIOR_STEPS * _prior_ratio(shape) for shape in self.shapes}
         self._promised = dict.fromkeys(self.shapes, PRIOR_STEPS)
@@ -52,8 +54,9 @@ class TreeGains:
             self._groups.setdefault((shape.depth, shape.width), []).append(shape)
 
     def first_level(self, confidence: NDArray[np.floating]) -> NDArray[np.float64]:
-        """[B] calibrated sum of the first level's confidences [B, k]: the chance that one of them is accepted."""
-        return np.minimum(self.reliability[0].calibrated(confidence).sum(axis=1), 1.0)
+        """[B] what the first level promises by its confidences [B, k]: the chance that one of the best is accepted."""
+        best = self.reliability[0].calibrated(confidence[:, : self._narrowest])
+        return np.minimum(best.sum(axis=1), 1.0)
 
     def calibrated(self, levels: Levels) -> list[NDArray[np.float64]]:
         """Acceptance of each drawn node, from its path confidence."""
@@ -61,7 +64,7 @@ class TreeGains:
 
     def see(self, levels: Levels, width: int) -> None:
         """One step's drawn trees, as calibrated acceptance [B, parents, children] a level."""
-        first = float(np.minimum(levels[0].sum(axis=(1, 2)), 1.0).mean())
+        first = float(np.minimum(levels[0][:, 0, : self._narrowest].sum(axis=1), 1.0).mean())
         self._first = MEMORY * self._first + (1.0 - MEMORY) * first
         for (depth, narrow), shapes in self._groups.items():
             if depth > len(levels) or narrow > width:
