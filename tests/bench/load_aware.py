@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import psutil
 from serving import speculative_worker
@@ -104,7 +103,6 @@ def decode(setting: Setting, batches: Sequence[Sequence[tuple[int, ...]]], token
     with setting.server.awake():
         if setting.server.worker.load_folder.exists():
             pin(setting.server.worker.load_folder, setting.pinned)
-        httpx.post(f"{setting.server.url}/flush_cache", timeout=60, trust_env=False).raise_for_status()
         ask([prompt for prompts in batches for prompt in prompts], 1)
         begin = time.perf_counter()
         for prompts in batches:
