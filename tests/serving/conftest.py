@@ -16,7 +16,7 @@ import torch
 from tiny_llama import TinyTarget, random_prompts
 
 from draftloop.core.config import Config
-from draftloop.core.records import CaptureRecord, VerifyStep
+from draftloop.core.records import CaptureRecord
 from draftloop.fleet.worker import Worker
 from draftloop.trainer.day0 import make_untrained
 from draftloop.trainer.trainer import Trainer
@@ -60,14 +60,6 @@ class Answer:
         return [*self.prompt, *self.output]
 
 
-def paths_of(step: VerifyStep) -> list[tuple[int, ...]]:
-    """The drafted tokens from below the root to each node, in tree order."""
-    paths: list[tuple[int, ...]] = [()]
-    for token, parent in zip(step.draft_tokens.tolist(), step.parents.tolist(), strict=True):
-        paths.append((*paths[parent], token))
-    return paths[1:]
-
-
 @dataclass
 class Served:
     """A running worker; v0 is the drafter it was born with."""
@@ -96,13 +88,6 @@ class Served:
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(lambda prompt: self.ask_one(prompt, tokens, domain), prompts))
 
-    def assert_greedy(self, answers: Sequence[Answer], tokens: int) -> None:
-        """Every output token is the arg-max of a plain forward over all before it: greedy decoding, by induction."""
-        for answer in answers:
-            assert len(answer.output) == tokens
-            logits = self.target.states(answer.whole).logits[len(answer.prompt) - 1 : -1]
-            assert answer.output == logits.argmax(-1).tolist(), answer.request_id
-
     def records(self, answers: Sequence[Answer]) -> list[CaptureRecord]:
         """The one record of each answer, waiting for the collector."""
         deadline = time.monotonic() + RECORDS_WITHIN_S
@@ -125,6 +110,14 @@ class Served:
         while taken := self.worker.take(64):
             for record in taken:
                 self._captured.setdefault(record.request_id, []).append(record)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,8 @@ from draftloop.sglang.load.report import EVERY_S
 from draftloop.sglang.load.settings import REPORT_FILE, pin
 from draftloop.trainer.day0 import make_untrained
 
-from .conftest import CONFIG, TRAINING_PROMPTS, Answer, Served, paths_of
+from .checks import assert_greedy, paths_of
+from .conftest import CONFIG, TRAINING_PROMPTS, Answer, Served
 from .eagle3_by_hand import Eagle3ByHand
 
 LENGTHS = [5, 17, 40, 150]
@@ -55,7 +56,7 @@ def ask_pinned(served: Served, shapes: Sequence[Shape], prompts: list[list[int]]
         answers = served.ask(prompts, tokens)
     finally:
         pin(served.worker.load_folder, ())
-    served.assert_greedy(answers, tokens)
+    assert_greedy(served, answers, tokens)
     return answers
 
 
@@ -105,7 +106,7 @@ def test_left_to_itself_it_follows_and_reports(served: Served) -> None:
     until = time.monotonic() + 60
     said = None
     while said is None and time.monotonic() < until:
-        served.assert_greedy(served.ask(random_prompts(8, LENGTHS, seed=33), 48), 48)
+        assert_greedy(served, served.ask(random_prompts(8, LENGTHS, seed=33), 48), 48)
         if file.exists() and file.stat().st_mtime > time.time() - EVERY_S:
             said = json.loads(file.read_text(encoding="utf-8"))
     assert said is not None, "the server reported nothing"
@@ -132,6 +133,6 @@ def test_dflash_blocks_of_every_length(target: TinyTarget, served: Served, tmp_p
         for record in blocks.records(answers):
             sizes |= {len(step.draft_tokens) + 1 for step in record.verify_steps}
         assert sizes == {shape.nodes for shape in shapes}
-        blocks.assert_greedy(blocks.ask(random_prompts(8, LENGTHS, seed=42), 40), 40)
+        assert_greedy(blocks, blocks.ask(random_prompts(8, LENGTHS, seed=42), 40), 40)
     finally:
         worker.stop()

@@ -26,6 +26,7 @@ from draftloop.sglang.load import load_hooks
 from draftloop.sglang.load.settings import LoadSettings
 from draftloop.sglang.platform import PLATFORM_NAME
 from draftloop.sglang.server import server_environment
+from draftloop.sglang.swap_hooks import swap_hooks
 from draftloop.sglang.tap import Tap, TapSettings
 
 RING_BYTES = 1 << 20
@@ -68,7 +69,7 @@ def main() -> None:
         for name in ALGORITHMS:
             settings = LoadSettings(folder=Path(), algorithm=name, shapes=(PLAIN, Shape(1, 1, 2)))
             found += load_hooks(settings)
-        hooks = tuple({hook.target: hook for hook in found}.values())
+        hooks = tuple({hook.target: hook for hook in (*found, *swap_hooks())}.values())
         if os.environ.get("SGLANG_PLATFORM") == PLATFORM_NAME:
             from draftloop.sglang.cpu.register import cpu_hooks
 

@@ -14,27 +14,32 @@ from draftloop.sglang.tap import Tap, TapSettings
 
 
 def load() -> None:
-    """Tell every process the CPU attention backend's name; in the scheduler's, hook what this server needs."""
+    """Tell every process the CPU attention backend's name; where the models will live, hook what this server needs."""
     on_cpu = os.environ.get("SGLANG_PLATFORM") == PLATFORM_NAME
     if on_cpu:
         from draftloop.sglang.cpu.register import register_backend
 
         register_backend()
-    if runs_scheduler():
+    if hooks_belong_here(on_cpu):
         _hook_scheduler(on_cpu, TapSettings.from_environment(), LoadSettings.from_environment())
 
 
-def runs_scheduler() -> bool:
-    """Whether this is the child process that holds the models. The detokenizer must not load them for hooks."""
-    return multiprocessing.parent_process() is not None and "sglang.srt.managers.scheduler" in sys.modules
+def hooks_belong_here(on_cpu: bool) -> bool:
+    """On a CPU the scheduler is forked from the server's first process and inherits its hooks (`cpu.fast_start`).
+
+    On a GPU it is a fresh child process; the detokenizer, which is one too, must not load the models for hooks.
+    """
+    child = multiprocessing.parent_process() is not None
+    return not child if on_cpu else child and "sglang.srt.managers.scheduler" in sys.modules
 
 
 def _hook_scheduler(on_cpu: bool, settings: TapSettings | None, load: LoadSettings | None) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from draftloop.sglang.hooks import Hook, check, confirm_applied, tap_hooks
+    from draftloop.sglang.hooks import check, confirm_applied, tap_hooks
+    from draftloop.sglang.swap_hooks import swap_hooks
 
-    hooks: tuple[Hook, ...] = ()
+    hooks = swap_hooks()
     if on_cpu:
         from draftloop.sglang.cpu.register import cpu_hooks, supply_kernels
 
