@@ -37,6 +37,7 @@ CONFIG = Config.model_validate(
             "chunked_prefill_size": CHUNK,
             "start_timeout_s": 420,
         },
+        "speculation": {"follow_load": False},
         "capture": {"ring_mib": 16},
         "trainer": {"device": "cpu", "batch_tokens": 256, "learning_rate": 3e-3},
     }

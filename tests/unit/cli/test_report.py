@@ -25,6 +25,7 @@ from draftloop.core.summary import (
     Versions,
 )
 
+SPECULATION_CHARTS = ("chart-reliability", "chart-shapes")
 CHARTS = ("chart-accept", "chart-domains", "chart-loss", "chart-speed", "chart-stalls")
 
 EVENTS = [
@@ -51,6 +52,16 @@ EVENTS = [
     Event(kind="swap", data={"t_s": 20.0, "version": "v002", "stall_ms": 41.0, "checksum_ok": True, "copy_ms": 9.0}),
     Event(kind="drift", data={"t_s": 22.0, "signal": "domain_mix", "action": "train", "before": 0.0, "now": 0.4}),
     Event(kind="server_started", data={"port": 1}),
+    Event(
+        kind="speculation",
+        data={
+            "t_s": 25.0,
+            "reliability": [[[0.1, 0.08, 40.0], [0.8, 0.6, 12.0]], [[0.2, 0.1, 9.0]]],
+            "calibration_error": [0.05, 0.1],
+            "steps": {"1": {"3x4/8": 30, "1x4/2": 10}, "16": {"plain": 50}},
+            "cost_error": None,
+        },
+    ),
 ]
 
 
@@ -97,7 +108,7 @@ def _drawn(page: str) -> set[str]:
 
 def test_every_chart_and_headline_is_there(tmp_path: Path) -> None:
     page = _page(tmp_path, _summary(), EVENTS)
-    assert _drawn(page) == set(CHARTS)
+    assert _drawn(page) == {*CHARTS, *SPECULATION_CHARTS}
     for text in ["1.91", "1.25×", ">Yes<", "32 greedy outputs, 2,048 tokens", "4.0 %", "v002", "+0.50", "Near ties"]:
         assert text in page
     assert "tiny &lt;model&gt;" in page

@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,12 +27,15 @@ from sglang.srt.speculative.eagle_info import EagleVerifyInput
 from draftloop.attention.paging import node_slots
 from draftloop.capture.ring import RingOwner
 from draftloop.core.errors import HookError
+from draftloop.drafters.load.shapes import PLAIN, Shape
 from draftloop.sglang.cpu.linear import MOST_PACKED_ROWS, pack, packed_linear
 from draftloop.sglang.cpu.ops import rms_norm, rotary, silu_and_mul
 from draftloop.sglang.cpu.register import cpu_hooks
 from draftloop.sglang.gpu import attention as gpu_attention
 from draftloop.sglang.gpu import register as gpu_register
 from draftloop.sglang.hooks import Hook, check, confirm_applied, front_hooks, problem_with, tap_hooks
+from draftloop.sglang.load import load_hooks
+from draftloop.sglang.load.settings import LoadSettings
 from draftloop.sglang.tap import Tap, TapSettings
 
 
@@ -52,6 +56,12 @@ def hook_checks() -> dict[str, Any]:
         hooks += front_hooks()
     finally:
         with_ring.close()
+    shapes = (PLAIN, Shape(1, 1, 2))
+    following = [
+        hook
+        for algorithm in ("EAGLE3", "DFLASH")
+        for hook in load_hooks(LoadSettings(folder=Path(), algorithm=algorithm, shapes=shapes))
+    ]
     first = hooks[0]
     renamed = replace(first, parameters=("self", "server_args", "device"))
     release = next(hook for hook in hooks if hook.target.endswith("release_kv_cache"))
@@ -59,7 +69,7 @@ def hook_checks() -> dict[str, Any]:
     gone = replace(first, target=f"{first.target}_gone")
     no_module = replace(first, target="sglang.srt.speculative.no_such_module.Worker.draft")
     found: dict[str, Any] = {
-        "problems": {hook.target: problem_with(hook) for hook in (*hooks, *cpu_hooks())},
+        "problems": {hook.target: problem_with(hook) for hook in (*hooks, *cpu_hooks(), *following)},
         "renamed": problem_with(renamed),
         "more": problem_with(more),
         "gone": problem_with(gone),

@@ -15,7 +15,14 @@ from typing import Any
 import pytest
 
 from draftloop.core.config import Config, ServerConfig
-from draftloop.sglang.hooks import DFLASH_WORKER, EAGLE_WORKER, SCHEDULER, TESTED_VERSIONS, TOKENIZER_MANAGER
+from draftloop.sglang.hooks import (
+    DFLASH_WORKER,
+    EAGLE_SERVER,
+    EAGLE_WORKER,
+    SCHEDULER,
+    TESTED_VERSIONS,
+    TOKENIZER_MANAGER,
+)
 from draftloop.sglang.server import server_environment
 
 PROGRAM = Path(__file__).with_name("inside_sglang.py")
@@ -58,6 +65,9 @@ def test_every_hook_fits(answers: dict[str, Any]) -> None:
         "sglang.srt.mem_cache.common.release_kv_cache",
         f"{SCHEDULER}.send_abort_output",
         f"{TOKENIZER_MANAGER}.generate_request",
+        f"{EAGLE_SERVER}.forward_batch_generation",
+        f"{DFLASH_WORKER}.forward_batch_generation",
+        "sglang.srt.speculative.eagle_utils.organize_draft_results",
     }
     assert set(problems.values()) == {None}
     assert answers["hooks"]["check_good"] is None

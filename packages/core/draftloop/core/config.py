@@ -63,6 +63,13 @@ class ServerConfig(_Section):
     start_timeout_s: float = 240.0
 
 
+class SpeculationConfig(_Section):
+    """Speculation that follows the load: `server`'s tree is the largest one."""
+
+    follow_load: bool = Field(False, description="choose tree or plain decoding each step (EAGLE-3 on a CPU)")
+    margin: float = Field(0.03, ge=0.0, description="gain in predicted tokens/s that another shape must promise")
+
+
 class CapturePolicy(_Section):
     """Which requests are captured. May be replaced while the server serves; an opt-out wins over an opt-in."""
 
@@ -267,6 +274,7 @@ class Config(_Section):
     target: TargetConfig = Field(default_factory=TargetConfig)
     drafter: DrafterConfig = Field(default_factory=DrafterConfig)
     server: ServerConfig = Field(default_factory=ServerConfig)
+    speculation: SpeculationConfig = Field(default_factory=SpeculationConfig)
     capture: CaptureConfig = Field(default_factory=CaptureConfig)
     privacy: PrivacyConfig = Field(default_factory=PrivacyConfig)
     transport: TransportConfig = Field(default_factory=TransportConfig)

@@ -25,6 +25,7 @@ EventKind = Literal[
     "vocabulary_rebuilt",
     "training_paused",
     "training_resumed",
+    "speculation",
     "phase",
     "run_finished",
     "interrupted",

@@ -14,12 +14,17 @@ import sys
 import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
 
 from draftloop.capture.ring import RingOwner
 from draftloop.core.config import Config
 from draftloop.core.errors import HookError
+from draftloop.drafters.load.shapes import PLAIN, Shape
 from draftloop.sglang.exact_rows import exact_hooks
 from draftloop.sglang.hooks import Hook, front_hooks, problem_with, tap_hooks
+from draftloop.sglang.load import load_hooks
+from draftloop.sglang.load.settings import LoadSettings
 from draftloop.sglang.platform import PLATFORM_NAME
 from draftloop.sglang.server import server_environment
 from draftloop.sglang.swap_hooks import swap_hooks
@@ -27,7 +32,7 @@ from draftloop.sglang.tap import Tap, TapSettings
 
 RING_BYTES = 1 << 20
 TIMEOUT_S = 180.0
-ALGORITHMS = ("EAGLE3", "DFLASH")
+ALGORITHMS: tuple[Literal["EAGLE3", "DFLASH"], ...] = ("EAGLE3", "DFLASH")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +65,12 @@ def main() -> None:
     ring = RingOwner.create(f"draftloop-doctor-{uuid.uuid4().hex[:8]}", RING_BYTES)
     try:
         tap = Tap(TapSettings(ring=ring.name))
-        # The hooks that both algorithms share are listed once.
-        hooks = tuple({hook.target: hook for name in ALGORITHMS for hook in tap_hooks(tap, name)}.values())
-        hooks += front_hooks() + swap_hooks() + exact_hooks()
+        # A target that several hooks share is listed once.
+        found = [hook for name in ALGORITHMS for hook in tap_hooks(tap, name)]
+        for name in ALGORITHMS:
+            settings = LoadSettings(folder=Path(), algorithm=name, shapes=(PLAIN, Shape(1, 1, 2)))
+            found += load_hooks(settings)
+        hooks = tuple({hook.target: hook for hook in (*found, *front_hooks(), *swap_hooks(), *exact_hooks())}.values())
         if os.environ.get("SGLANG_PLATFORM") == PLATFORM_NAME:
             from draftloop.sglang.cpu.register import cpu_hooks
 

@@ -19,6 +19,7 @@ from draftloop.sglang.labels import label_from_headers
 from draftloop.sglang.tap import Tap, VerifiedTrees
 
 TESTED_VERSIONS = ("0.5.23",)
+EAGLE_SERVER = "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2"
 EAGLE_WORKER = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker"
 DFLASH_WORKER = "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2"
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
@@ -117,6 +118,8 @@ def eagle_hooks(tap: Tap) -> tuple[Hook, ...]:
     return (
         Hook(f"{EAGLE_WORKER}._draft_extend_for_prefill", ("self", "batch", "target_hidden_states"), "BEFORE", prefill),
         Hook(f"{EAGLE_WORKER}._draft_extend_for_decode", ("self", "batch", "batch_result"), "BEFORE", verify),
+        # A step that skips the drafter (plain decoding under load) verifies a tree of one node.
+        Hook(f"{EAGLE_SERVER}._stub_skipped_draft_extend", ("self", "batch", "batch_output"), "BEFORE", verify),
     )
 
 

@@ -10,6 +10,8 @@ from typing import Any
 from draftloop.core.errors import HookError
 from draftloop.sglang.exact_rows import exact_hooks
 from draftloop.sglang.hooks import SCHEDULER, TOKENIZER_MANAGER, Hook, check, confirm_applied, front_hooks, tap_hooks
+from draftloop.sglang.load import load_hooks
+from draftloop.sglang.load.settings import LoadSettings
 from draftloop.sglang.platform import PLATFORM_NAME
 from draftloop.sglang.swap_hooks import swap_hooks
 from draftloop.sglang.tap import Tap, TapSettings
@@ -28,7 +30,7 @@ def load() -> None:
     if settings is not None and not child:
         _install(front_hooks(), f"{TOKENIZER_MANAGER}.__init__")
     if scheduler_hooks_belong_here(on_cpu, child):
-        _hook_scheduler(on_cpu, settings)
+        _hook_scheduler(on_cpu, settings, LoadSettings.from_environment())
 
 
 def scheduler_hooks_belong_here(on_cpu: bool, child: bool) -> bool:
@@ -39,7 +41,7 @@ def scheduler_hooks_belong_here(on_cpu: bool, child: bool) -> bool:
     return not child if on_cpu else child and "sglang.srt.managers.scheduler" in sys.modules
 
 
-def _hook_scheduler(on_cpu: bool, settings: TapSettings | None) -> None:
+def _hook_scheduler(on_cpu: bool, settings: TapSettings | None, load: LoadSettings | None) -> None:
     hooks = swap_hooks() + exact_hooks()
     if on_cpu:
         from draftloop.sglang.cpu.register import cpu_hooks, supply_kernels
@@ -48,6 +50,8 @@ def _hook_scheduler(on_cpu: bool, settings: TapSettings | None) -> None:
         hooks += cpu_hooks()
     if settings is not None:
         hooks += tap_hooks(Tap(settings), settings.algorithm)
+    if load is not None:
+        hooks += load_hooks(load)
     _install(hooks, f"{SCHEDULER}.init_model_worker")
 
 

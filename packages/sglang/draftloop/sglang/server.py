@@ -18,8 +18,12 @@ import draftloop.sglang.cpu
 from draftloop.core.config import Config, ServerConfig, TargetConfig
 from draftloop.core.errors import ServerError
 from draftloop.core.manifest import DrafterKind
+from draftloop.drafters.checkpoint import read_hf_config
 from draftloop.drafters.device import serving_dtype, use_cuda
+from draftloop.drafters.dflash import DflashConfig
+from draftloop.drafters.load.shapes import block_shapes, tree_shapes
 from draftloop.sglang.client import ServerClient
+from draftloop.sglang.load.settings import LOAD_ENV, LoadSettings
 from draftloop.sglang.platform import PLATFORM_NAME
 from draftloop.sglang.swap_loader import LOADER
 from draftloop.sglang.tap import TAP_ENV, TapSettings
@@ -112,8 +116,25 @@ def server_threads(config: Config) -> int:
     return cores if use_cuda(config.trainer.device) else max(1, cores - config.trainer.threads)
 
 
-def server_environment(config: Config, tap: TapSettings | None) -> dict[str, str]:
-    """The environment of a server process: platform, threads, tap. Ours is otherwise passed on."""
+def load_settings(config: Config, speculation: Speculation, folder: Path) -> LoadSettings | None:
+    """How a server follows its load, None when it keeps its one shape.
+
+    Only an eager server (on a CPU) runs Python every step; a chain has no confidences in SGLang.
+    """
+    server = config.server
+    chain = speculation.algorithm == "EAGLE3" and server.topk == 1
+    if not config.speculation.follow_load or use_cuda(server.device) or chain:
+        return None
+    drafter = read_hf_config(speculation.checkpoint)
+    if isinstance(drafter, DflashConfig):
+        shapes = block_shapes(drafter.block_size)
+    else:
+        shapes = tree_shapes(server.num_steps, server.topk, server.num_draft_tokens)
+    return LoadSettings(folder=folder, algorithm=speculation.algorithm, shapes=shapes, margin=config.speculation.margin)
+
+
+def server_environment(config: Config, tap: TapSettings | None, load: LoadSettings | None = None) -> dict[str, str]:
+    """The environment of a server process: platform, threads, tap, load. Ours is otherwise passed on."""
     environment = dict(os.environ)
     # A model or tokenizer is always a local folder here; a look-up at a hub would only cost a time-out.
     environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -134,6 +155,9 @@ def server_environment(config: Config, tap: TapSettings | None) -> dict[str, str
         }
     if tap is not None:
         environment[TAP_ENV] = tap.model_dump_json()
+    if load is not None:
+        # SGLang's zero-step mode then leaves the drafter out altogether; we let it catch up.
+        environment |= {LOAD_ENV: load.model_dump_json(), "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND": "1"}
     return environment
 
 

@@ -175,6 +175,52 @@ def stall_figure(summary: Summary, run: RunEvents) -> Any | None:
     return fig
 
 
+def reliability_figure(run: RunEvents) -> Any | None:
+    """Share of drafts accepted by the drafter's confidence in them, one line a level of the tree."""
+    if not run.speculation:
+        return None
+    fig = _figure()
+    fig.add_scatter(
+        x=[0, 1], y=[0, 1], mode="lines", line={"color": GRID, "width": 2}, showlegend=False, hoverinfo="skip"
+    )
+    for level, points in enumerate(run.speculation[-1].reliability):
+        fig.add_scatter(
+            x=[confidence for confidence, _, _ in points],
+            y=[accepted for _, accepted, _ in points],
+            customdata=[drafts for _, _, drafts in points],
+            name=f"level {level + 1}",
+            mode="lines+markers",
+            line={"color": DOMAINS[level % len(DOMAINS)], "width": 2},
+            hovertemplate="%{y:.2f} of %{customdata:.0f} drafts",
+        )
+    fig.update_xaxes(title=_title("draft confidence (product along the path)"), range=[0, 1])
+    fig.update_yaxes(title=_title("accepted"), range=[0, 1])
+    return fig
+
+
+def shapes_figure(run: RunEvents) -> Any | None:
+    """Which shapes were run at each batch size, as shares of its steps."""
+    steps = run.speculation[-1].steps if run.speculation else {}
+    if not steps:
+        return None
+    fig = _figure()
+    shapes = sorted(
+        {shape for counts in steps.values() for shape in counts}, key=lambda shape: (shape != "plain", shape)
+    )
+    for index, shape in enumerate(shapes):
+        fig.add_bar(
+            x=list(steps),
+            y=[counts.get(shape, 0) / sum(counts.values()) for counts in steps.values()],
+            name=shape,
+            marker_color=PLAIN if shape == "plain" else DOMAINS[index % len(DOMAINS)],
+            hovertemplate="%{y:.0%}",
+        )
+    fig.update_layout(barmode="stack")
+    fig.update_xaxes(type="category", title=_title("requests in the batch"))
+    fig.update_yaxes(title=_title("share of steps"), range=[0, 1])
+    return fig
+
+
 def _figure(height: int = 300, legend: bool = True) -> Any:
     fig = go.Figure()
     fig.update_layout(

@@ -188,6 +188,8 @@ class DemoRun:
         until = max(self.config.demo.minutes * 60 - reserve, self.now() + SHORTEST_REFRESH_S)
         self._refresh(cluster, prepared, worker, trainer, url, until)
         self._measure("final", url, prepared.heldout)
+        if (speculation := ray.get(worker.speculation.remote())) is not None:
+            self.emit("speculation", t_s=self.now(), **speculation)
         cluster.end(trainer, None)
         cluster.end(worker, "stop")
         self._plain(cluster, prepared)

@@ -172,8 +172,28 @@ def _chart_sections(summary: Summary, run: RunEvents) -> str:
     )
     return (
         f'<section class="grid">{accept}</section><section class="grid two">{domains}{loss}</section>'
-        f'<section class="grid two">{speed}{stalls}</section>'
+        f'<section class="grid two">{speed}{stalls}</section>{_speculation_section(run)}'
     )
+
+
+def _speculation_section(run: RunEvents) -> str:
+    """Only for runs whose server followed its load."""
+    if not run.speculation:
+        return ""
+    reliability = _chart(
+        "chart-reliability",
+        "Calibration of the drafter",
+        "Drafts accepted by the drafter's confidence in them; on the grey line the two agree. The server corrects by "
+        "this curve before it chooses a shape.",
+        charts.reliability_figure(run),
+    )
+    shapes = _chart(
+        "chart-shapes",
+        "Speculation by load",
+        "Shapes run at each batch size: levels x width / nodes verified. Plain decoding lets the drafter rest.",
+        charts.shapes_figure(run),
+    )
+    return f'<section class="grid two">{reliability}{shapes}</section>'
 
 
 def _speed_note(summary: Summary) -> str:

@@ -16,6 +16,8 @@ null, so that an older reader can show a newer run.
     drift        t_s, signal, action, before, now                      see `draftloop.refresher.drift`
     vocabulary_rebuilt   t_s, replaced, coverage_before, coverage_after
     training_paused, training_resumed   t_s, reason
+    speculation  t_s, reliability [per draft level: [confidence, accepted, drafts] points], calibration_error
+                 [per draft level], steps {batch: {shape: steps}}      how a server followed its load
     measured     t_s, what ("plain" | "day0" | "mid" | "final"), accept_length, by_domain, tokens_per_s
 
 Gate values are expected accepted lengths on held-out recent records: before = serving drafter, after =
@@ -107,6 +109,14 @@ class MeasuredData(_Data):
     tokens_per_s: float | None = None
 
 
+class SpeculationData(_Data):
+    """How a server that follows its load speculated, and how well its drafter's confidences were calibrated."""
+
+    reliability: list[list[tuple[float, float, float]]] = Field(default_factory=list)
+    calibration_error: list[float] = Field(default_factory=list)
+    steps: dict[str, dict[str, int]] = Field(default_factory=dict)
+
+
 @dataclass
 class RunEvents:
     """A run's events by kind, each list in the order they happened.
@@ -122,6 +132,7 @@ class RunEvents:
     swaps: list[SwapData] = field(default_factory=list)
     drifts: list[DriftData] = field(default_factory=list)
     measured: list[MeasuredData] = field(default_factory=list)
+    speculation: list[SpeculationData] = field(default_factory=list)
     unreadable: int = 0
 
     @property
@@ -136,6 +147,7 @@ class RunEvents:
             self.swaps,
             self.drifts,
             self.measured,
+            self.speculation,
         ]
         return max((item.t_s for group in groups for item in group), default=0.0)
 
@@ -169,5 +181,7 @@ def _add(run: RunEvents, event: Event) -> None:
             run.drifts.append(DriftData.model_validate(event.data))
         case "measured":
             run.measured.append(MeasuredData.model_validate(event.data))
+        case "speculation":
+            run.speculation.append(SpeculationData.model_validate(event.data))
         case _:
             pass

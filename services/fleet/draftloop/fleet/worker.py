@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import ray
 
@@ -21,10 +21,12 @@ from draftloop.drafters.device import serving_dtype, use_cuda
 from draftloop.drafters.target import target_identity
 from draftloop.fleet.stall import StallProbe
 from draftloop.sglang.client import ServerClient
+from draftloop.sglang.load.settings import LoadSettings, read_report
 from draftloop.sglang.server import (
     ServerProcess,
     Speculation,
     free_port,
+    load_settings,
     server_command,
     server_environment,
 )
@@ -69,16 +71,17 @@ class Worker:
         """
         server = self._config.server
         port = free_port(server.host, server.port)
-        speculation, tap = None, None
+        speculation, tap, load = None, None, None
         if drafter is not None:
             layer_ids = Manifest.load(drafter).layer_ids
             self._serving = verify_checkpoint(drafter, target_identity(self._target), layer_ids)
             speculation = Speculation(drafter, self._serving.version, self._serving.kind)
             tap = self._open_tap(speculation.algorithm)
+            load = self._follow_load(speculation)
         command = server_command(self._target, self._config.target, server, port, speculation)
         url = f"http://{server.host}:{port}"
         try:
-            self._server = ServerProcess(command, server_environment(self._config, tap), url, self._log)
+            self._server = ServerProcess(command, server_environment(self._config, tap, load), url, self._log)
             self._server.wait_ready(server.start_timeout_s)
             self._client = ServerClient(url)
             self._confirm_tap()
@@ -105,6 +108,21 @@ class Worker:
             raise ServerError("this server decodes plainly; it has no tap")
         policy = policy.model_copy(update={"skip_domains": policy.skip_domains | {UNCAPTURED_DOMAIN}})
         self._ring.control.publish(policy.model_dump_json().encode())
+
+    @property
+    def load_folder(self) -> Path:
+        """Where the server reports its speculation, and can be pinned to shapes (`draftloop.sglang.load.settings`)."""
+        return self._log.with_suffix(".load")
+
+    def speculation(self) -> dict[str, Any] | None:
+        """What the server last said about following its load (`draftloop.sglang.load.report`); None if it does not."""
+        return read_report(self.load_folder)
+
+    def _follow_load(self, speculation: Speculation) -> LoadSettings | None:
+        settings = load_settings(self._config, speculation, self.load_folder)
+        if settings is not None:
+            self.load_folder.mkdir(parents=True, exist_ok=True)
+        return settings
 
     def _confirm_tap(self) -> None:
         """SGLang sends itself a warm-up request; a hooked scheduler has captured it."""
