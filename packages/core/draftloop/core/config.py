@@ -98,6 +98,46 @@ class TrafficConfig(_Section):
     temperature: float = Field(0.0, ge=0.0)
 
 
+class FleetConfig(_Section):
+    """SGLang workers as Ray actors, and the controller that keeps them."""
+
+    workers: int = Field(1, ge=1, le=1000)
+    cpus_per_worker: float = Field(0.0, ge=0.0, description="Ray CPUs reserved for a worker; 0 reserves none")
+    gpus_per_worker: float | None = Field(None, ge=0.0, description="None = 1 when servers run on a GPU, else 0")
+    health_timeout_s: float = Field(30.0, gt=0.0, description="a worker silent for so long is replaced")
+    backoff_s: float = Field(2.0, gt=0.0, description="pause before a restart; doubles with each failure in a row")
+    max_backoff_s: float = Field(60.0, gt=0.0)
+    tick_s: float = Field(0.5, gt=0.0, description="the controller looks and acts this often")
+    control_host: str = "127.0.0.1"
+    control_port: int | None = Field(None, ge=1, le=65535, description="None = any free port")
+
+
+class RouterConfig(_Section):
+    """The sglang-router process in front of the workers."""
+
+    host: str = "127.0.0.1"
+    port: int | None = Field(30000, ge=1, le=65535, description="None = any free port")
+    metrics_port: int | None = Field(29000, ge=1, le=65535, description="its Prometheus port; None = any free port")
+    policy: Literal["cache_aware", "random", "round_robin", "power_of_two"] = "cache_aware"
+    balance_abs_threshold: int = Field(
+        4, ge=0, description="cache_aware: requests one worker may be ahead, so that a canary gets its share"
+    )
+    balance_rel_threshold: float = Field(1.2, ge=1.0)
+    max_retries: int = Field(8, ge=0)
+    request_timeout_s: int = Field(600, ge=1)
+
+
+class RolloutConfig(_Section):
+    """How a new drafter goes from one worker to all, and when it comes back."""
+
+    max_at_once: int = Field(1, ge=1, description="workers that swap at the same time")
+    min_steps: int = Field(300, ge=1, description="verify steps of either drafter before the canary is judged")
+    max_canary_s: float = Field(900.0, gt=0.0, description="a canary with too little traffic by then is rolled back")
+    max_accept_drop: float = Field(0.03, ge=0.0, le=1.0, description="share of the accepted length it may lose")
+    max_speed_drop: float = Field(0.2, ge=0.0, le=1.0, description="share of a stream's tokens/s it may lose")
+    max_stall_ms: float = Field(5000.0, gt=0.0, description="longest stall that a client may see at one swap")
+
+
 class DemoConfig(_Section):
     """`draftloop demo`: how long, how much is measured."""
 
@@ -119,6 +159,9 @@ class Config(_Section):
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     gate: GateConfig = Field(default_factory=GateConfig)
     traffic: TrafficConfig = Field(default_factory=TrafficConfig)
+    fleet: FleetConfig = Field(default_factory=FleetConfig)
+    router: RouterConfig = Field(default_factory=RouterConfig)
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     demo: DemoConfig = Field(default_factory=DemoConfig)
 
 

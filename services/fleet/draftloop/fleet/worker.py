@@ -12,12 +12,13 @@ import ray
 from draftloop.capture.collector import Collector, CollectorCounts
 from draftloop.capture.ring import RingOwner
 from draftloop.core.config import Config
-from draftloop.core.errors import HookError, ServerError
+from draftloop.core.errors import DraftloopError, HookError, ServerError
 from draftloop.core.manifest import Manifest
 from draftloop.core.records import CaptureRecord
 from draftloop.drafters.checkpoint import verify_checkpoint
 from draftloop.drafters.device import serving_dtype, use_cuda
 from draftloop.drafters.target import target_identity
+from draftloop.fleet.counters import DecodeCounters, StepTally, WorkerSample, tally_steps
 from draftloop.fleet.stall import StallProbe
 from draftloop.sglang.client import ServerClient
 from draftloop.sglang.server import (
@@ -57,6 +58,7 @@ class Worker:
         self._ring: RingOwner | None = None
         self._collector: Collector | None = None
         self._serving: Manifest | None = None
+        self._steps: dict[tuple[str, str], StepTally] = {}
 
     def start(self, drafter: Path | None) -> str:
         """Start the server and return its URL when it answers. drafter: checkpoint folder, None for plain decoding.
@@ -103,7 +105,30 @@ class Worker:
 
     def take(self, most: int) -> list[CaptureRecord]:
         """Up to `most` captured records, oldest first."""
-        return [] if self._collector is None else self._collector.take(most)
+        records = [] if self._collector is None else self._collector.take(most)
+        tally_steps(self._steps, records)
+        return records
+
+    def sample(self) -> WorkerSample:
+        """How the server is and what it has counted. Never raises: a server that does not answer is `problem`."""
+        if self._client is None:
+            return WorkerSample(problem="no server was started")
+        try:
+            self._check_alive()
+            version: str = self._client.get("/model_info")["weight_version"]
+            (load,) = self._client.get("/v1/loads?include=core")["loads"]
+        except (DraftloopError, KeyError, ValueError) as error:
+            return WorkerSample(url=self._client.base_url, problem=str(error))
+        # SGLang's managers/scheduler.py, _accumulate_decode_moment: steps, B, t, B^2, B*t, tokens, each summed.
+        moments = load["decode_moments"] or [0.0] * 6
+        return WorkerSample(
+            url=self._client.base_url,
+            version=version,
+            running=load["num_running_reqs"],
+            captured=self.counts(),
+            steps=dict(self._steps),
+            decode=DecodeCounters(tokens=moments[5], stream_us=moments[4]),
+        )
 
     def counts(self) -> CollectorCounts:
         """Raises ServerError when the server has died."""
