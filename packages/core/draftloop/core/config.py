@@ -104,6 +104,7 @@ class FleetConfig(_Section):
     workers: int = Field(1, ge=1, le=1000)
     cpus_per_worker: float = Field(0.0, ge=0.0, description="Ray CPUs reserved for a worker; 0 reserves none")
     gpus_per_worker: float | None = Field(None, ge=0.0, description="None = 1 when servers run on a GPU, else 0")
+    trainer_gpus: float | None = Field(None, ge=0.0, description="None = 1 when the trainer runs on a GPU, else 0")
     health_timeout_s: float = Field(30.0, gt=0.0, description="a worker silent for so long is replaced")
     backoff_s: float = Field(2.0, gt=0.0, description="pause before a restart; doubles with each failure in a row")
     max_backoff_s: float = Field(60.0, gt=0.0)

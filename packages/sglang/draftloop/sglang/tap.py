@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
-from draftloop.capture.ring import RingWriter
+from draftloop.capture.ring import RingOwner, RingWriter
 from draftloop.capture.tap_writer import TapWriter
 from draftloop.capture.wire import Chunk
 from draftloop.core.records import VerifyStep
@@ -37,11 +37,15 @@ MOST_PENDING_COPIES = 64
 
 
 class TapSettings(BaseModel):
-    """What a server process is told about its tap, as JSON in the environment variable DRAFTLOOP_TAP."""
+    """What a server process is told about its tap, as JSON in the environment variable DRAFTLOOP_TAP.
+
+    ring_mib: the server makes the ring itself, of this size, for a refresher that attaches later; None: it is there.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     ring: str
+    ring_mib: int | None = Field(None, ge=1)
     algorithm: Literal["EAGLE3", "DFLASH"] = "EAGLE3"
     sample_rate: float = Field(1.0, ge=0.0, le=1.0)
     skip_domains: tuple[str, ...] = Field((), description="domains (tenants) that are never captured")
@@ -109,6 +113,7 @@ class Tap:
 
     def __init__(self, settings: TapSettings) -> None:
         self._settings = settings
+        self._ring = None if settings.ring_mib is None else RingOwner.create(settings.ring, settings.ring_mib << 20)
         self._writer = TapWriter(RingWriter.attach(settings.ring))
         self._last_hidden: torch.Tensor | None = None
         self._graph_hidden: dict[int, torch.Tensor] = {}

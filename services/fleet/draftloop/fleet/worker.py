@@ -18,6 +18,7 @@ from draftloop.core.records import CaptureRecord
 from draftloop.drafters.checkpoint import verify_checkpoint
 from draftloop.drafters.device import serving_dtype, use_cuda
 from draftloop.drafters.target import target_identity
+from draftloop.fleet.attached import UNNAMED_VERSION, drafter_of, ring_of
 from draftloop.fleet.counters import DecodeCounters, StepTally, WorkerSample, tally_steps
 from draftloop.fleet.stall import StallProbe
 from draftloop.sglang.client import ServerClient
@@ -86,6 +87,29 @@ class Worker:
             raise
         return url
 
+    def attach(self, url: str) -> str:
+        """Take a server that something else started: read its tap, swap its drafter, leave its process alone.
+
+        Raises ServerError when it was not started for this, ManifestError or CheckpointError when its drafter does
+        not fit the target.
+        """
+        client = ServerClient(url)
+        folder = drafter_of(client)
+        self._serving = verify_checkpoint(folder, target_identity(self._target), Manifest.load(folder).layer_ids, None)
+        self._collector = Collector(ring_of(url), self._config.capture.buffer_mib * _MIB)
+        self._client = client
+        if self._version() == UNNAMED_VERSION:
+            body = {"new_version": self._serving.version, "abort_all_requests": False}
+            client.post("/update_weight_version", body)
+        return url
+
+    def _version(self) -> str:
+        """The drafter's version as the server says."""
+        if self._client is None:
+            raise ServerError("no server was started")
+        version: str = self._client.get("/model_info")["weight_version"]
+        return version
+
     def _open_tap(self, algorithm: Literal["EAGLE3", "DFLASH"]) -> TapSettings:
         capture = self._config.capture
         name = f"draftloop-{uuid.uuid4().hex[:12]}"
@@ -115,7 +139,7 @@ class Worker:
             return WorkerSample(problem="no server was started")
         try:
             self._check_alive()
-            version: str = self._client.get("/model_info")["weight_version"]
+            version = self._version()
             (load,) = self._client.get("/v1/loads?include=core")["loads"]
         except (DraftloopError, KeyError, ValueError) as error:
             return WorkerSample(url=self._client.base_url, problem=str(error))
@@ -143,7 +167,7 @@ class Worker:
         dtype = serving_dtype(self._config.target.dtype, use_cuda(self._config.server.device))
         slot = ServingSlot(self._serving.target, self._serving.layer_ids, self._serving.vocab_map_sha256, dtype)
         with StallProbe(self._client.base_url, f"{UNCAPTURED_DOMAIN}--{uuid.uuid4().hex}") as probe:
-            report = swap(self._client, checkpoint, slot, self._serving.version)
+            report = swap(self._client, checkpoint, slot, self._version())
         self._serving = Manifest.load(checkpoint)
         return WorkerSwap(report, probe.stall_ms, probe.step_ms)
 

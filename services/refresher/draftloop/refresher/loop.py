@@ -70,25 +70,30 @@ class Refresher:
         self._emit = emit
         self._now = now
         self._next_gate = time.monotonic() + config.gate.every_seconds
-        self._next_version = int(serving.removeprefix("v")) + 1
+        self._next_version = next_version(checkpoints)
         self._step_at_last_gate = 0
         self._queued: Any = None
         self.state = LoopState(versions=[serving])
 
     def turn(self) -> None:
         """Move records, train for a slice, try the gate when it is time. Raises ServerError when the server died."""
-        records = self._worker.take.remote(RECORDS_A_TURN)
-        # The records go from worker to trainer through the object store; this process never holds them.
-        counts = self._trainer.add_records.remote(records)
+        moving = self._move_records()
         # One slice is always queued behind the running one, so that the trainer never waits for this loop.
         running, self._queued = self._queued, self._trainer.train.remote(TRAIN_SLICE_S)
-        self.state.captured = ray.get(self._worker.counts.remote())
-        self.state.buffer = ray.get(counts)
+        self._note_records(moving)
         if running is not None:
             self._note_steps(ray.get(running))
         if time.monotonic() >= self._next_gate:
             self.try_gate()
             self._next_gate = time.monotonic() + self._config.gate.every_seconds
+
+    def _move_records(self) -> list[Any]:
+        """From worker to trainer through the object store; this process never holds them. The trainer's answers."""
+        return [self._trainer.add_records.remote(self._worker.take.remote(RECORDS_A_TURN))]
+
+    def _note_records(self, moving: list[Any]) -> None:
+        self.state.captured = ray.get(self._worker.counts.remote())
+        (self.state.buffer,) = ray.get(moving)
 
     def _note_steps(self, reports: list[StepReport]) -> None:
         if not reports:
@@ -128,13 +133,13 @@ class Refresher:
         metrics = {"accept_length": after.accept_length, "parent_accept_length": before.accept_length}
         folder: Path = ray.get(self._trainer.save_candidate.remote(self._checkpoints / version, version, metrics))
         self._emit("promoted", t_s=self._now(), reason=decision.reason, **gate)
-        self._swap(folder, version)
+        self._put_in_service(folder, version)
 
     def _refuse(self, gate: dict[str, Any], reason: str) -> None:
         self.state.refused += 1
         self._emit("refused", t_s=self._now(), reason=reason, **gate)
 
-    def _swap(self, folder: Path, version: str) -> None:
+    def _put_in_service(self, folder: Path, version: str) -> None:
         try:
             done: WorkerSwap = ray.get(self._worker.swap.remote(folder))
         except DraftloopError as err:
@@ -152,3 +157,8 @@ class Refresher:
             copy_ms=done.report.update_ms,
             checksum_ok=done.report.checksum_ok,
         )
+
+
+def next_version(checkpoints: Path) -> int:
+    """One more than the highest number of a folder vN."""
+    return 1 + max((int(path.name[1:]) for path in checkpoints.glob("v*") if path.name[1:].isdigit()), default=0)
