@@ -75,9 +75,9 @@ class RaySession:
             try:
                 ray.init(namespace=self._namespace, log_to_driver=False, configure_logging=False)
             except ConnectionError as err:
+                address = os.environ["RAY_ADDRESS"]
                 raise ServerError(
-                    f"no Ray cluster answers at RAY_ADDRESS={os.environ['RAY_ADDRESS']}: start it, or unset the variable "
-                    "for a local cluster"
+                    f"no Ray cluster answers at RAY_ADDRESS={address}: start it, or unset the variable for a local one"
                 ) from err
         signal.signal(signal.SIGTERM, _interrupt)
         return self
