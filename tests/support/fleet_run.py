@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +14,7 @@ from typing import Any
 import psutil
 import yaml
 from processes import marked, new_mark
+from ray.cluster_utils import Cluster
 
 from draftloop.core.errors import ServerError
 from draftloop.core.events import Event, read_events
@@ -24,6 +22,7 @@ from draftloop.refresher.control import call_controller
 
 START_WITHIN_S = 600.0
 STOP_WITHIN_S = 60.0
+OBJECT_STORE_BYTES = 256 << 20
 # How the processes of each kind are told from the others.
 TITLES = {
     "worker": "sglang.launch_server",
@@ -33,38 +32,26 @@ TITLES = {
 }
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 class RayCluster:
-    """A context manager: a cluster that no test process owns, so that a controller's death leaves it standing."""
+    """A context manager: a cluster that no controller owns, so that a controller's death leaves it standing."""
 
-    def __init__(self, mark: dict[str, str], *, dashboard: bool = False) -> None:
-        # Ray's sockets lie below it, and a socket's path may not be long.
-        self._folder = Path(tempfile.mkdtemp(prefix="dl-", dir="/tmp"))
-        self.address = f"127.0.0.1:{free_port()}"
-        command = [
-            str(Path(sys.executable).with_name("ray")), "start", "--head", "--block",
-            "--node-ip-address=127.0.0.1", f"--port={self.address.split(':')[1]}",
-            f"--temp-dir={self._folder}", f"--include-dashboard={str(dashboard).lower()}",
-            f"--object-store-memory={256 << 20}", "--disable-usage-stats",
-        ]  # fmt: skip
-        with (self._folder / "start.log").open("w") as output:
-            self._process = subprocess.Popen(
-                command, env=os.environ | mark | {"RAY_worker_niceness": "0"}, stdout=output, stderr=output
-            )
+    def __init__(self, mark: dict[str, str]) -> None:
+        before = dict(os.environ)
+        # Ray's processes, and all that starts in them, inherit these.
+        os.environ.update(mark | {"RAY_worker_niceness": "0"})
+        try:
+            self._cluster = Cluster()
+            self._cluster.add_node(num_cpus=2, object_store_memory=OBJECT_STORE_BYTES, include_dashboard=False)
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+        self.address: str = self._cluster.address
 
     def __enter__(self) -> RayCluster:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._process.terminate()
-        self._process.wait(timeout=STOP_WITHIN_S)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._cluster.shutdown()
 
 
 class FleetRun:

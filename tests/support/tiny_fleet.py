@@ -69,7 +69,7 @@ def make_drafters(target: TinyTarget, config: Config, folder: Path) -> Drafters:
     """The good one fits the vocabulary map of a fleet of the same config, as all but `template` do."""
 
     def untrained(version: str, seed: int, of: TinyTarget = target, layers: tuple[int, ...] | None = None) -> Path:
-        tokenize = chat_tokens(of.folder)
+        tokenize = chat_tokens(target.folder)  # one vocabulary map for all
         streams = (tokenize(prompt.messages) for prompt in load_prompts(config.traffic.prompts))
         shape = config.drafter.model_copy(update={"layer_ids": layers})
         make_untrained(of.folder, shape, streams, folder / version, version, seed)

@@ -175,6 +175,8 @@ def _fleet(config: Path | None, overrides: list[str] | None, out: Path, *, train
     except DraftloopError as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(USER_ERROR_EXIT_CODE)
+    except KeyboardInterrupt:  # before or after the fleet ran; what ran is gone
+        sys.exit(INTERRUPTED_EXIT_CODE)
     typer.echo("stopped; start the same command again to go on")
 
 

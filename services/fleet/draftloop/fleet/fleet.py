@@ -241,18 +241,17 @@ class Fleet:
         member.retry_at = time.monotonic() + DRAIN_S
 
     def _left(self, member: Member) -> bool:
-        """Whether a leaving worker is gone; ends it when it is idle, dead, or out of time."""
-        idle = False
-        if member.finished():
-            with contextlib.suppress(DraftloopError, RayError):
-                sample = member.take()
-                idle = sample.problem is not None or sample.running == 0
-                if not idle:
-                    member.begin("sample", member.handle.sample.remote())
-        if idle or member.pending is None or time.monotonic() > member.retry_at:
-            member.end()
-            return True
-        return False
+        """Whether a leaving worker is gone. It is stopped when it is idle or out of time, killed when that fails."""
+        if member.pending is not None and not member.finished() and member.age() < STOP_TIMEOUT_S:
+            return False
+        if member.operation == "sample" and time.monotonic() < member.retry_at and not _is_idle(member):
+            member.begin("sample", member.handle.sample.remote())
+            return False
+        if member.operation != "stop":
+            member.begin("stop", member.handle.stop.remote())
+            return False
+        member.end()
+        return True
 
     def stop(self) -> None:
         """End every worker and the router; returns when they are gone."""
@@ -274,3 +273,12 @@ def require_free_ports(config: Config) -> None:
             f"server.port={config.server.port} is one port for {config.fleet.workers} workers: leave server.port out, "
             "clients use the router's"
         )
+
+
+def _is_idle(member: Member) -> bool:
+    """Whether the finished sample tells of no running request; a worker that cannot tell has none."""
+    try:
+        sample: WorkerSample = ray.get(member.pending, timeout=0)
+    except (DraftloopError, RayError):
+        return True
+    return sample.problem is not None or sample.running == 0

@@ -19,7 +19,7 @@ from draftloop.fleet.counters import WorkerSample
 from draftloop.fleet.plan import Phase, WorkerView
 from draftloop.fleet.worker import WorkerActor
 
-Operation = Literal["room", "start", "sample", "swap", "resample"]
+Operation = Literal["room", "start", "sample", "swap", "resample", "stop"]
 ACTOR_PREFIX = "worker-"
 
 

@@ -92,7 +92,7 @@ class Training(threading.Thread):
         while not self._finish.is_set():
             try:
                 self._train()
-            except (DraftloopError, RayError) as error:
+            except Exception as error:  # whatever it was, the fleet serves on
                 if not self._finish.is_set():
                     self._emit("trainer_lost", t_s=self._now(), reason=one_line(error))
                 self._end()
