@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from draftloop.refresher.control import call_controller
 START_WITHIN_S = 600.0
 STOP_WITHIN_S = 60.0
 OBJECT_STORE_BYTES = 256 << 20
+CLUSTER_ATTEMPTS = 4
 # How the processes of each kind are told from the others.
 TITLES = {
     "worker": "sglang.launch_server",
@@ -40,8 +42,7 @@ class RayCluster:
         # Ray's processes, and all that starts in them, inherit these.
         os.environ.update(mark | {"RAY_worker_niceness": "0"})
         try:
-            self._cluster = Cluster()
-            self._cluster.add_node(num_cpus=2, object_store_memory=OBJECT_STORE_BYTES, include_dashboard=False)
+            self._cluster = _started()
         finally:
             os.environ.clear()
             os.environ.update(before)
@@ -52,6 +53,24 @@ class RayCluster:
 
     def __exit__(self, *exception: object) -> None:
         self._cluster.shutdown()
+
+
+def _started() -> Cluster:
+    """A raylet waits 15 s for its agent and then gives up; a busy machine needs more than one go."""
+    for _ in range(CLUSTER_ATTEMPTS - 1):
+        with contextlib.suppress(Exception):
+            return _start()
+    return _start()
+
+
+def _start() -> Cluster:
+    cluster = Cluster()
+    try:
+        cluster.add_node(num_cpus=2, object_store_memory=OBJECT_STORE_BYTES, include_dashboard=False)
+    except Exception:
+        cluster.shutdown()
+        raise
+    return cluster
 
 
 class FleetRun:

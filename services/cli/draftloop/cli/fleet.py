@@ -35,7 +35,7 @@ from draftloop.fleet.router import RouterClient
 from draftloop.fleet.router_keeper import AttachedRouter, RouterKeeper
 from draftloop.generator.prompts import chat_tokens, load_prompts
 from draftloop.refresher.control import ControlServer
-from draftloop.refresher.controller import Controller, Paths
+from draftloop.refresher.controller import Controller, Paths, copy_checkpoint
 from draftloop.refresher.rollout import Rollout
 from draftloop.refresher.state import FleetState
 from draftloop.refresher.training import Training
@@ -74,15 +74,16 @@ def run_fleet(config: Config, root: Path, train: bool, router: str | None) -> No
     require_free_ports(config)
     target = resolve_target(config.target.path).resolve()
     folder = RunFolder(root)
+    if FleetState.load(root) is None:
+        open_run_folder(root, resume=False)
     with locked(folder):
-        if FleetState.load(root) is None:
-            open_run_folder(root, resume=False)
         save_config(config, folder.config)
+        state = FleetState.load(root) or _first_state(config, target, folder, router)
+        state.save(root)
         journal = Journalist(folder.events)
-        first = _first_state(config, target, folder, router)
-        journal.emit("run_started", t_s=0.0, target=target.name, drafter=first.rollout.promoted)
+        journal.emit("run_started", t_s=0.0, target=target.name, drafter=state.rollout.promoted)
         with RaySession(f"draftloop-{hashlib.sha256(str(root).encode()).hexdigest()[:12]}") as session:
-            _control(config, target, folder, first, train, router, session.durable, journal)
+            _control(config, target, folder, state, train, router, session.durable, journal)
         journal.emit("run_finished", t_s=journal.now())
 
 
@@ -90,7 +91,7 @@ def _control(
     config: Config,
     target: Path,
     folder: RunFolder,
-    first: FleetState,
+    state: FleetState,
     train: bool,
     router: str | None,
     durable: bool,
@@ -108,7 +109,7 @@ def _control(
 
     managed = router is None
     controller = Controller(
-        target, config, paths, first, make_fleet, journal.emit, journal.now, managed=managed, trained=train
+        target, config, paths, state, make_fleet, journal.emit, journal.now, managed=managed, trained=train
     )
     training = None
     if train:
@@ -147,16 +148,14 @@ def _ignore_signals() -> None:
 
 
 def _first_state(config: Config, target: Path, folder: RunFolder, router: str | None) -> FleetState:
-    """The saved state, else that of a fleet that begins with its first drafter."""
-    saved = FleetState.load(folder.root)
-    if saved is not None:
-        return saved
+    """That of a fleet that begins with its first drafter."""
     if router is not None:
         version = _take_over(_born_with(router), target, folder)
     elif config.drafter.checkpoint is not None:
         version = _take_over(config.drafter.checkpoint, target, folder)
     else:
         version = "v0"
+        shutil.rmtree(folder.checkpoints / version, ignore_errors=True)  # half written before a crash
         tokenize = chat_tokens(target)
         streams = (tokenize(prompt.messages) for prompt in load_prompts(config.traffic.prompts))
         make_untrained(target, config.drafter, streams, folder.checkpoints / version, version, config.seed)
@@ -166,7 +165,8 @@ def _first_state(config: Config, target: Path, folder: RunFolder, router: str | 
 def _take_over(drafter: Path, target: Path, folder: RunFolder) -> str:
     """Copy a checkpoint into the run folder, where every version stays restorable."""
     manifest = verify_checkpoint(drafter, target_identity(target), Manifest.load(drafter).layer_ids, None)
-    shutil.copytree(drafter, folder.checkpoints / manifest.version)
+    if not (folder.checkpoints / manifest.version).exists():
+        copy_checkpoint(drafter, folder.checkpoints / manifest.version)
     return manifest.version
 
 

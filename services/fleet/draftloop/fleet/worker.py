@@ -140,18 +140,19 @@ class Worker:
         try:
             self._check_alive()
             version = self._version()
-            (load,) = self._client.get("/v1/loads?include=core")["loads"]
+            # One for each data-parallel rank; none before the scheduler has published its first.
+            loads = self._client.get("/v1/loads?include=core")["loads"]
         except (DraftloopError, KeyError, ValueError) as error:
             return WorkerSample(url=self._client.base_url, problem=str(error))
         # SGLang's managers/scheduler.py, _accumulate_decode_moment: steps, B, t, B^2, B*t, tokens, each summed.
-        moments = load["decode_moments"] or [0.0] * 6
+        moments = [load["decode_moments"] for load in loads if load["decode_moments"] is not None]
         return WorkerSample(
             url=self._client.base_url,
             version=version,
-            running=load["num_running_reqs"],
+            running=sum(load["num_running_reqs"] for load in loads),
             captured=self.counts(),
             steps=dict(self._steps),
-            decode=DecodeCounters(tokens=moments[5], stream_us=moments[4]),
+            decode=DecodeCounters(sum(m[5] for m in moments), sum(m[4] for m in moments)),
         )
 
     def counts(self) -> CollectorCounts:

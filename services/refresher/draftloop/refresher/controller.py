@@ -49,8 +49,8 @@ class Paths:
 class Controller:
     """Owns the fleet's desired state. Thread-safe: the control endpoint and the training thread call it too.
 
-    make_fleet: (folder of a version, blame) -> the fleet.  managed: False when something else starts the servers.
-    trained: records go to a trainer; else they are only counted.
+    state: as saved in the run folder.  make_fleet: (folder of a version, blame) -> the fleet.  managed: False when
+    something else starts the servers.  trained: records go to a trainer; else they are only counted.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Controller:
         target: Path,
         config: Config,
         paths: Paths,
-        first: FleetState,
+        state: FleetState,
         make_fleet: Callable[..., Fleet],
         emit: Emit,
         now: Callable[[], float],
@@ -74,7 +74,7 @@ class Controller:
         self._managed = managed
         self._trained = trained
         self._lock = threading.RLock()
-        self._state = FleetState.load(paths.root) or first
+        self._state = state
         self._faults: list[Fault] = []
         self._evidence = Evidence()
         self._captured = CapturedTotals()
@@ -83,8 +83,7 @@ class Controller:
         self.fleet = make_fleet(paths.of, self._blame)
 
     def open(self) -> None:
-        """Save the first state, take over what an earlier controller left."""
-        self._state.save(self._paths.root)
+        """Take over what an earlier controller left."""
         self.fleet.adopt(self._state.router_port)
 
     def _blame(self, worker: str, version: str, reason: str) -> None:
@@ -136,6 +135,9 @@ class Controller:
         rollout = self._state.rollout
         if rollout.candidate is None or rollout.previous is None:
             return Verdict("wait", "no roll-out")
+        canary = None if rollout.canary is None else views.get(rollout.canary.worker)
+        if canary is not None and canary.version != rollout.candidate:
+            return Verdict("wait", f"worker {rollout.canary_worker} has not got it yet")
         if rollout.stage == "rolling" and all(view.version != rollout.previous for view in views.values()):
             return Verdict("wait", "no worker is left to compare with")
         new, old = self._evidence.of(rollout.candidate), self._evidence.of(rollout.previous)
@@ -184,7 +186,9 @@ class Controller:
                 self._emit("refused", t_s=self._now(), version=folder.name, reason=str(error))
                 raise
             if folder.resolve() != self._paths.of(version).resolve():
-                self._copy(folder, version)
+                if self._paths.of(version).exists():
+                    raise DraftloopError(f"this fleet has a drafter {version} already: give {folder} another version")
+                copy_checkpoint(folder, self._paths.of(version))
             self.offer(version)
             return version
 
@@ -205,16 +209,6 @@ class Controller:
         serving = Manifest.load(self._paths.of(self.promoted))
         return verify_checkpoint(folder, self._target, serving.layer_ids, serving.vocab_map_sha256).version
 
-    def _copy(self, folder: Path, version: str) -> None:
-        """Every version that ever served stays restorable from the run folder."""
-        place = self._paths.of(version)
-        if place.exists():
-            raise DraftloopError(f"this fleet has a drafter {version} already: give {folder} another version")
-        partial = place.with_name(f".{version}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.copytree(folder, partial)
-        partial.rename(place)
-
     def status(self) -> dict[str, Any]:
         """Plain JSON: what `draftloop status` shows."""
         with self._lock:
@@ -227,9 +221,17 @@ class Controller:
                 "wanted_workers": self._state.workers,
                 "rollout": rollout.model_dump(),
                 "verdict": self._verdict.reason,
-                "versions": sorted(path.name for path in self._paths.checkpoints.iterdir() if path.is_dir()),
+                "versions": sorted(path.name for path in self._paths.checkpoints.glob("[!.]*")),
                 "captured": asdict(self._captured.total),
             }
+
+
+def copy_checkpoint(folder: Path, place: Path) -> None:
+    """Every version that ever served stays restorable from the run folder. `place` appears whole or not at all."""
+    partial = place.with_name(f".{place.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(folder, partial)
+    partial.rename(place)
 
 
 def _worker_status(name: str, view: WorkerView, sample: WorkerSample | None) -> dict[str, Any]:
