@@ -13,7 +13,7 @@ import pytest
 from draftloop.capture.ring import RingError, RingReader
 from draftloop.core.errors import ServerError
 from draftloop.fleet.attached import ring_of
-from draftloop.sglang.tap import TAP_ENV, Tap, TapSettings
+from draftloop.sglang.tap import TAP_ENV, TapSettings
 
 LISTEN = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); input()"
 

@@ -185,25 +185,33 @@ class Controller:
             except DraftloopError as error:
                 self._emit("refused", t_s=self._now(), version=folder.name, reason=str(error))
                 raise
-            if folder.resolve() != self._paths.of(version).resolve():
-                if self._paths.of(version).exists():
-                    raise DraftloopError(f"this fleet has a drafter {version} already: give {folder} another version")
-                copy_checkpoint(folder, self._paths.of(version))
+            self._candidate_worker()  # busy is said before anything is copied
+            place = self._paths.of(version)
+            if not place.exists():
+                copy_checkpoint(folder, place)
+            elif Manifest.load(place) != Manifest.load(folder):
+                raise DraftloopError(f"this fleet has another drafter {version}: give {folder} a version of its own")
             self.offer(version)
             return version
 
     def offer(self, version: str) -> None:
         """Begin the roll-out of a version whose checkpoint lies in its place. Raises BusyError."""
         with self._lock:
-            rollout = self._state.rollout
-            if rollout.stage != "steady":
-                raise BusyError(f"the roll-out of {rollout.candidate} is {rollout.stage}: wait, see draftloop status")
-            ready = sorted(name for name, view in self._wanted_views().items() if view.phase == "ready")
-            if not ready:
-                raise BusyError("no worker is ready to try a drafter: wait, see draftloop status")
-            self._evidence.restart(keep=rollout.promoted if len(self._desired().names) == 1 else None)
+            worker = self._candidate_worker()
+            alone = len(self._desired().names) == 1
+            self._evidence.restart(keep=self.promoted if alone else None)
             self._canary_since = time.monotonic()
-            self._keep(*begin(rollout, version, ready[0]))
+            self._keep(*begin(self._state.rollout, version, worker))
+
+    def _candidate_worker(self) -> str:
+        """Who may be the canary now. Raises BusyError."""
+        rollout = self._state.rollout
+        if rollout.stage != "steady":
+            raise BusyError(f"the roll-out of {rollout.candidate} is {rollout.stage}: wait, see draftloop status")
+        ready = sorted(name for name, view in self._wanted_views().items() if view.phase == "ready")
+        if not ready:
+            raise BusyError("no worker is ready to try a drafter: wait, see draftloop status")
+        return ready[0]
 
     def _check_fits(self, folder: Path) -> str:
         serving = Manifest.load(self._paths.of(self.promoted))
