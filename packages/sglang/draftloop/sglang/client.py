@@ -41,6 +41,10 @@ class ServerClient:
             raise ServerError(f"{self.base_url}{path}: {answer.get('message', 'refused without a reason')}")
         return answer
 
+    def get(self, path: str) -> dict[str, Any]:
+        """GET and return the JSON answer. Raises ServerError when the server is gone or says no."""
+        return self._call("GET", path)
+
     def draft_checksums(self, skip: tuple[str, ...]) -> dict[str, str]:
         """Checksum of each tensor of the running drafter, by SGLang's `/weights_checker`; `skip`: name parts."""
         answer = self.post(

@@ -112,6 +112,8 @@ def server_threads(config: Config) -> int:
     stalls them all (2 cores, seen: 37 -> 9 tokens/s); each gets cores of its own instead."""
     if config.server.threads is not None:
         return config.server.threads
+    if config.fleet.cpus_per_worker >= 1:
+        return int(config.fleet.cpus_per_worker)
     cores = os.cpu_count() or 1
     return cores if use_cuda(config.trainer.device) else max(1, cores - config.trainer.threads)
 

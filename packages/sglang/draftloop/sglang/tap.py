@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from draftloop.capture.admission import Admission, Labels, Verdict
-from draftloop.capture.ring import RingWriter
+from draftloop.capture.ring import RingOwner, RingWriter
 from draftloop.capture.tap_writer import TapWriter
 from draftloop.capture.wire import Chunk
 from draftloop.core.records import VerifyStep
@@ -38,11 +38,15 @@ _BLOCK = 128
 
 class TapSettings(BaseModel):
     """What a server process is told about its tap, as JSON in the environment variable DRAFTLOOP_TAP. Which requests
-    are captured stands in the ring's control block, where it can be changed."""
+    are captured stands in the ring's control block, where it can be changed.
+
+    ring_mib: the server makes the ring itself, of this size, for a refresher that attaches later; None: it is there.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     ring: str
+    ring_mib: int | None = Field(None, ge=1)
     algorithm: Literal["EAGLE3", "DFLASH"] = "EAGLE3"
     top_logits: int = Field(8, ge=0)
 
@@ -121,6 +125,7 @@ class Tap:
     """Turns target forwards into chunks. One lives in each scheduler process; its methods are called by hooks."""
 
     def __init__(self, settings: TapSettings) -> None:
+        self._owner = None if settings.ring_mib is None else RingOwner.create(settings.ring, settings.ring_mib << 20)
         self._ring = RingWriter.attach(settings.ring)
         self._writer = TapWriter(self._ring)
         self._admission = Admission(self._ring.control)

@@ -1,4 +1,4 @@
-"""Ray for one command: started here, actors created here, everything gone when the command ends."""
+"""Ray for one command: started here or joined; what the command made is gone when it ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError
 
 from draftloop.core.errors import DraftloopError, ServerError
 
@@ -29,15 +29,7 @@ class LocalRay:
         self._actors: list[tuple[Any, str | None]] = []
 
     def __enter__(self) -> LocalRay:
-        # Ray's workers step back (nice 15) by default, and a server started in one would inherit that.
-        os.environ[WORKER_NICENESS] = "0"
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            log_to_driver=False,
-            configure_logging=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-        )
+        start_local_ray(namespace=None)
         signal.signal(signal.SIGTERM, _interrupt)
         return self
 
@@ -65,16 +57,48 @@ class LocalRay:
             ray.kill(actor)
 
 
+class RaySession:
+    """A context manager: the Ray cluster of a fleet. durable: it is another's and outlives this process.
+
+    An existing cluster is joined when RAY_ADDRESS names one (`ray job submit` sets it), else a local one is started.
+    namespace: where this run's actors are found again.
+    """
+
+    def __init__(self, namespace: str) -> None:
+        self._namespace = namespace
+        self.durable = "RAY_ADDRESS" in os.environ
+
+    def __enter__(self) -> RaySession:
+        if not self.durable:
+            start_local_ray(self._namespace)
+        else:
+            try:
+                ray.init(namespace=self._namespace, log_to_driver=False, configure_logging=False)
+            except ConnectionError as err:
+                address = os.environ["RAY_ADDRESS"]
+                raise ServerError(
+                    f"no Ray cluster answers at RAY_ADDRESS={address}: start it, or unset the variable for a local one"
+                ) from err
+        signal.signal(signal.SIGTERM, _interrupt)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        ray.shutdown()
+
+
+def start_local_ray(namespace: str | None) -> None:
+    """A cluster of this process: it ends with it."""
+    # Ray's workers step back (nice 15) by default, and a server started in one would inherit that.
+    os.environ[WORKER_NICENESS] = "0"
+    ray.init(
+        address="local",
+        namespace=namespace,
+        include_dashboard=False,
+        log_to_driver=False,
+        configure_logging=False,
+        object_store_memory=OBJECT_STORE_BYTES,
+    )
+
+
 def _interrupt(signum: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
-
-
-def plain_error(error: BaseException) -> DraftloopError | None:
-    """The one-line error behind what a Ray call raised, or None for a fault of our own."""
-    if isinstance(error, RayTaskError) and isinstance(error.cause, DraftloopError):
-        return error.cause
-    if isinstance(error, DraftloopError):
-        return error
-    if isinstance(error, RayActorError):
-        return ServerError(f"a Ray actor died: {' '.join(str(error).split())[:200]}")
-    return None

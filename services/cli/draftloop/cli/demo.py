@@ -19,7 +19,7 @@ from typing import Any
 import ray
 
 from draftloop.capture.privacy import load_redactor
-from draftloop.cli.actors import LocalRay, plain_error
+from draftloop.cli.actors import LocalRay
 from draftloop.cli.live import LiveView
 from draftloop.cli.measure import (
     OVERHEAD_PROMPTS,
@@ -41,9 +41,10 @@ from draftloop.core.manifest import Manifest
 from draftloop.core.summary import CaptureOverhead, RunStatus
 from draftloop.drafters.checkpoint import verify_checkpoint
 from draftloop.drafters.target import target_identity
+from draftloop.fleet.ray_errors import plain_error
 from draftloop.fleet.worker import WorkerActor
 from draftloop.generator.actor import GeneratorActor
-from draftloop.generator.prompts import Prompt, check_lengths, load_prompts, split
+from draftloop.generator.prompts import Prompt, chat_tokens, check_lengths, load_prompts, split
 from draftloop.generator.results import TrafficStats
 from draftloop.refresher.loop import Refresher
 from draftloop.refresher.metrics import Exporter, TrafficTotals, WorkerFigures
@@ -141,16 +142,9 @@ class DemoRun:
 
     def prepare(self, resume: bool) -> Prepared:
         """Find target, prompts and drafter; everything that can be wrong with the input shows here."""
-        from transformers import AutoTokenizer
-
         config = self.config
         target = resolve_target(config.target.path)
-        tokenizer = AutoTokenizer.from_pretrained(str(target))
-
-        def tokenize(messages: Any) -> tuple[int, ...]:
-            ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
-            return tuple(ids)
-
+        tokenize = chat_tokens(target)
         prompts = load_prompts(config.traffic.prompts)
         most_new = max(config.traffic.max_new_tokens, config.demo.heldout_tokens)
         check_lengths(prompts, lambda messages: len(tokenize(messages)), config.target.context_length - most_new - 32)

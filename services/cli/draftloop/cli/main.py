@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -19,6 +20,12 @@ INTERRUPTED_EXIT_CODE = 130
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 add_data_commands(app)
+
+
+FLEET_FOLDER = Path("runs/fleet")
+ConfigOption = Annotated[Path | None, typer.Option(help="A draftloop.yaml.")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", help="section.key=value; may be repeated.")]
+OutOption = Annotated[Path, typer.Option(help="The run's folder: state, checkpoints, logs, control token.")]
 
 
 class DrafterChoice(StrEnum):
@@ -70,6 +77,68 @@ def demo(
         typer.echo(f"interrupted; what was done so far: {out}/report.html", err=True)
         sys.exit(INTERRUPTED_EXIT_CODE)
     typer.echo(f"report: {report}")
+
+
+@app.command()
+def refresh(
+    config: ConfigOption = None,
+    out: OutOption = FLEET_FOLDER,
+    override: SetOption = None,
+) -> None:
+    """Serve a fleet behind its router and keep its drafter fresh, until it is stopped.
+
+    Uses the Ray cluster that RAY_ADDRESS names (`ray job submit` sets it), else a local one. Goes on where an earlier
+    controller of the same folder ended.
+    """
+    _fleet(config, override, out, train=True, router=None)
+
+
+@app.command()
+def serve(config: ConfigOption = None, out: OutOption = FLEET_FOLDER, override: SetOption = None) -> None:
+    """Serve a fleet behind its router, without training."""
+    _fleet(config, override, out, train=False, router=None)
+
+
+@app.command()
+def attach(
+    router: Annotated[str, typer.Option(help="URL of the router whose servers are refreshed.")],
+    config: ConfigOption = None,
+    out: OutOption = FLEET_FOLDER,
+    override: SetOption = None,
+) -> None:
+    """Refresh the drafter of a fleet that something else started with draftloop's plugin, on this machine."""
+    _fleet(config, override, out, train=True, router=router)
+
+
+@app.command()
+def status(out: OutOption = FLEET_FOLDER, as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
+    """Show the fleet: workers, versions, the roll-out, where the captured records are."""
+    answer = _ask(out, "status", None)
+    if as_json:
+        typer.echo(json.dumps(answer))
+        return
+    from draftloop.cli.fleet_view import show_status
+
+    show_status(answer)
+
+
+@app.command()
+def scale(workers: Annotated[int, typer.Argument()], out: OutOption = FLEET_FOLDER) -> None:
+    """Serve with so many workers."""
+    _ask(out, "scale", {"workers": workers})
+
+
+@app.command()
+def rollback(version: Annotated[str, typer.Argument()], out: OutOption = FLEET_FOLDER) -> None:
+    """Put an earlier version back into every server."""
+    _ask(out, "rollback", {"version": version})
+
+
+@app.command()
+def promote(checkpoint: Annotated[Path, typer.Argument()], out: OutOption = FLEET_FOLDER) -> None:
+    """Try a drafter that was trained elsewhere: on a canary first, then everywhere."""
+    answer = _ask(out, "promote", {"checkpoint": str(checkpoint.resolve())})
+    typer.echo(f"{answer['version']} goes to a canary first: see draftloop status")
 
 
 @app.command("config")
@@ -144,6 +213,30 @@ def doctor(
         typer.echo(f"error: {error}", err=True)
         sys.exit(USER_ERROR_EXIT_CODE)
     sys.exit(0 if fine else USER_ERROR_EXIT_CODE)
+
+
+def _fleet(config: Path | None, overrides: list[str] | None, out: Path, *, train: bool, router: str | None) -> None:
+    try:
+        settings = load_config(config, overrides or [])
+        from draftloop.cli.fleet import run_fleet
+
+        run_fleet(settings, out.resolve(), train, router)
+    except DraftloopError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(USER_ERROR_EXIT_CODE)
+    except KeyboardInterrupt:  # before or after the fleet ran; what ran is gone
+        sys.exit(INTERRUPTED_EXIT_CODE)
+    typer.echo("stopped; start the same command again to go on")
+
+
+def _ask(out: Path, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+    from draftloop.refresher.control import call_controller
+
+    try:
+        return call_controller(out, path, body)
+    except DraftloopError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(USER_ERROR_EXIT_CODE)
 
 
 def _demo(config: Config, out: Path, resume: bool) -> Path:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +47,20 @@ class RunFolder:
         """The checkpoint with the highest version number."""
         folders = [folder for folder in self.checkpoints.glob("v*") if folder.name[1:].isdigit()]
         return max(folders, key=lambda folder: int(folder.name[1:]), default=None)
+
+
+@contextlib.contextmanager
+def locked(folder: RunFolder) -> Iterator[None]:
+    """One controller a folder. Raises DraftloopError when another has it; the kernel frees it when that one dies."""
+    folder.root.mkdir(parents=True, exist_ok=True)
+    with (folder.root / "controller.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DraftloopError(
+                f"another controller runs in {folder.root}: see draftloop status, or choose another folder with --out"
+            ) from None
+        yield
 
 
 def open_run_folder(root: Path, resume: bool) -> RunFolder:

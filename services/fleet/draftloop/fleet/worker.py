@@ -13,12 +13,14 @@ from draftloop.capture.collector import Collector, CollectorCounts
 from draftloop.capture.ring import RingOwner
 from draftloop.capture.transport import Delivery, Outbox, Receipt
 from draftloop.core.config import CapturePolicy, Config
-from draftloop.core.errors import HookError, ServerError
+from draftloop.core.errors import DraftloopError, HookError, ServerError
 from draftloop.core.manifest import Manifest
 from draftloop.core.records import CaptureRecord
 from draftloop.drafters.checkpoint import verify_checkpoint
 from draftloop.drafters.device import serving_dtype, use_cuda
 from draftloop.drafters.target import target_identity
+from draftloop.fleet.attached import UNNAMED_VERSION, drafter_of, ring_of
+from draftloop.fleet.counters import DecodeCounters, StepTally, WorkerSample, tally_steps
 from draftloop.fleet.stall import StallProbe
 from draftloop.sglang.client import ServerClient
 from draftloop.sglang.load.settings import LoadSettings, read_report
@@ -62,6 +64,7 @@ class Worker:
         self._collector: Collector | None = None
         self._outbox: Outbox | None = None
         self._serving: Manifest | None = None
+        self._steps: dict[tuple[str, str], StepTally] = {}
 
     def start(self, drafter: Path | None) -> str:
         """Start the server and return its URL when it answers. drafter: checkpoint folder, None for plain decoding.
@@ -89,6 +92,29 @@ class Worker:
             self.stop()
             raise
         return url
+
+    def attach(self, url: str) -> str:
+        """Take a server that something else started: read its tap, swap its drafter, leave its process alone.
+
+        Raises ServerError when it was not started for this, ManifestError or CheckpointError when its drafter does
+        not fit the target.
+        """
+        client = ServerClient(url)
+        folder = drafter_of(client)
+        self._serving = verify_checkpoint(folder, target_identity(self._target), Manifest.load(folder).layer_ids)
+        self._collector = Collector(ring_of(url), self._config.capture.buffer_mib * _MIB)
+        self._client = client
+        if self._version() == UNNAMED_VERSION:
+            body = {"new_version": self._serving.version, "abort_all_requests": False}
+            client.post("/update_weight_version", body)
+        return url
+
+    def _version(self) -> str:
+        """The drafter's version as the server says."""
+        if self._client is None:
+            raise ServerError("no server was started")
+        version: str = self._client.get("/model_info")["weight_version"]
+        return version
 
     def _open_tap(self, algorithm: Literal["EAGLE3", "DFLASH"]) -> TapSettings:
         capture = self._config.capture
@@ -135,7 +161,31 @@ class Worker:
 
     def take(self, most: int) -> list[CaptureRecord]:
         """Up to `most` captured records, oldest first."""
-        return [] if self._collector is None else self._collector.take(most)
+        records = [] if self._collector is None else self._collector.take(most)
+        tally_steps(self._steps, records)
+        return records
+
+    def sample(self) -> WorkerSample:
+        """How the server is and what it has counted. Never raises: a server that does not answer is `problem`."""
+        if self._client is None:
+            return WorkerSample(problem="no server was started")
+        try:
+            self._check_alive()
+            version = self._version()
+            # One for each data-parallel rank; none before the scheduler has published its first.
+            loads = self._client.get("/v1/loads?include=core")["loads"]
+        except (DraftloopError, KeyError, ValueError) as error:
+            return WorkerSample(url=self._client.base_url, problem=str(error))
+        # SGLang's managers/scheduler.py, _accumulate_decode_moment: steps, B, t, B^2, B*t, tokens, each summed.
+        moments = [load["decode_moments"] for load in loads if load["decode_moments"] is not None]
+        return WorkerSample(
+            url=self._client.base_url,
+            version=version,
+            running=sum(load["num_running_reqs"] for load in loads),
+            captured=self.counts(),
+            steps=dict(self._steps),
+            decode=DecodeCounters(sum(m[5] for m in moments), sum(m[4] for m in moments)),
+        )
 
     def offer(self, most: int, receipt: Receipt | None) -> Delivery | None:
         """Up to `most` captured records for the trainer; the same ones again until their receipt comes."""

@@ -53,6 +53,18 @@ def builtin_prompts() -> list[Prompt]:
     return _humaneval() + chat
 
 
+def chat_tokens(target: Path) -> Callable[[Sequence[Message]], tuple[int, ...]]:
+    """A function from a conversation to its token ids in the chat template of the checkpoint in `target`."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(target))
+
+    def tokenize(messages: Sequence[Message]) -> tuple[int, ...]:
+        return tuple(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False))
+
+    return tokenize
+
+
 def check_lengths(prompts: Sequence[Prompt], count_tokens: Callable[[tuple[Message, ...]], int], limit: int) -> None:
     """Raise PromptError when a prompt has more than `limit` tokens.
 

@@ -79,24 +79,20 @@ class Refresher:
         self._emit = emit
         self._now = now
         self._next_gate = time.monotonic() + config.gate.every_seconds
-        self._next_version = int(serving.removeprefix("v")) + 1
+        self._next_version = next_version(checkpoints)
         self._step_at_last_gate = 0
         self._queued: Any = None
-        self._receipt: Receipt | None = None
+        self._receipts: dict[Any, Receipt] = {}
         self._watch = Watch(config, serving, speculation)
         self.state = LoopState(versions=[serving])
 
     def turn(self) -> None:
         """Move records, train for a slice, try the gate when it is time. Raises ServerError when the server died."""
-        # The records go from worker to trainer through the transport; this process never holds them.
-        delivery = self._worker.offer.remote(RECORDS_A_TURN, self._receipt)
-        receipt = self._trainer.receive.remote(delivery)
+        moving = self._move_records()
         seen = self._trainer.take_observations.remote()
         # One slice is always queued behind the running one, so that the trainer never waits for this loop.
         running, self._queued = self._queued, self._next_slice()
-        self.state.captured = ray.get(self._worker.counts.remote())
-        self._receipt = ray.get(receipt)
-        self.state.buffer = self._receipt.counts
+        self._note_records(moving)
         self._say(self._watch.traffic(ray.get(seen)))
         if self._watch.rebuild_wanted:
             self._rebuild_vocabulary()
@@ -104,6 +100,22 @@ class Refresher:
         if time.monotonic() >= self._next_gate:
             self.try_gate()
             self._next_gate = time.monotonic() + self._config.gate.every_seconds
+
+    def _workers(self) -> list[Any]:
+        """Whose records are taken."""
+        return [self._worker]
+
+    def _move_records(self) -> dict[Any, Any]:
+        """From workers to trainer through the transport; this process never holds them. Worker -> receipt to come."""
+        return {
+            worker: self._trainer.receive.remote(worker.offer.remote(RECORDS_A_TURN, self._receipts.get(worker)))
+            for worker in self._workers()
+        }
+
+    def _note_records(self, moving: dict[Any, Any]) -> None:
+        self.state.captured = ray.get(self._worker.counts.remote())
+        self._receipts = {worker: ray.get(coming) for worker, coming in moving.items()}
+        self.state.buffer = self._receipts[self._worker].counts
 
     def _next_slice(self) -> Any:
         return self._trainer.train.remote(TRAIN_SLICE_S) if self._watch.training else None
@@ -165,7 +177,7 @@ class Refresher:
         metrics = {"accept_length": after.accept_length, "parent_accept_length": before.accept_length}
         folder: Path = ray.get(self._trainer.save_candidate.remote(self._checkpoints / version, version, metrics))
         self._emit("promoted", t_s=self._now(), reason=decision.reason, **gate)
-        self._swap(folder, version)
+        self._put_in_service(folder, version)
 
     def _gate_figures(self, version: str, comparison: Comparison, decision: Decision) -> dict[str, Any]:
         """What an event says about a candidate: lengths, bounds of the gain, change by domain, predicted tokens/s."""
@@ -186,7 +198,7 @@ class Refresher:
         self.state.refused += 1
         self._emit("refused", t_s=self._now(), reason=reason, **gate)
 
-    def _swap(self, folder: Path, version: str) -> None:
+    def _put_in_service(self, folder: Path, version: str) -> None:
         try:
             done: WorkerSwap = ray.get(self._worker.swap.remote(folder))
         except DraftloopError as err:
@@ -205,3 +217,8 @@ class Refresher:
             copy_ms=done.report.update_ms,
             checksum_ok=done.report.checksum_ok,
         )
+
+
+def next_version(checkpoints: Path) -> int:
+    """One more than the highest number of a folder vN."""
+    return 1 + max((int(path.name[1:]) for path in checkpoints.glob("v*") if path.name[1:].isdigit()), default=0)

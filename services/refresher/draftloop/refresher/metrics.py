@@ -129,7 +129,7 @@ class Exporter:
         _raise_to(self._tokens, traffic.tokens)
         _raise_to(self._captured_tokens, state.captured.tokens)
         _raise_to(self._steps, state.train_steps)
-        for name, count in {**asdict(state.buffer), "dropped": state.captured.records_dropped}.items():
+        for name, count in asdict(state.buffer).items():
             self._records.labels(name).set(count)
         self._promoted.info({"version": state.serving})
         self._training.set(state.training)

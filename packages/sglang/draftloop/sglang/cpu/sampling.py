@@ -32,29 +32,25 @@ def supply_kernels() -> None:
 
 
 def top_k_renorm_prob(probs: Tensor, top_ks: Tensor) -> Tensor:
-    """Keep each row's top_ks[i] largest probabilities (all that tie with the last kept one) and renormalise.
+    """Keep each row's top_ks[i] largest probabilities (all that tie with the last kept one), as they are.
 
+    Not renormalised, in spite of the name it replaces: top-p comes next, and in plain decoding both judge the whole
+    distribution (layers/sampler.py); `tree_speculative_sampling_target_only` takes any scale.
     probs: [R, V]; top_ks: [R].
     """
     ordered = probs.sort(dim=-1, descending=True).values
     last = (top_ks.long().clamp(1, probs.shape[-1]) - 1)[:, None]
-    return _renormalised(probs, probs >= ordered.gather(1, last))
+    return probs * (probs >= ordered.gather(1, last))
 
 
 def top_p_renorm_prob(probs: Tensor, top_ps: Tensor) -> Tensor:
-    """Keep the smallest set of largest probabilities whose mass reaches top_ps[i], and renormalise.
+    """Keep the smallest set of largest probabilities whose mass reaches top_ps[i], as they are.
 
     probs: [R, V]; top_ps: [R].
     """
     ordered, place = probs.sort(dim=-1, descending=True)
     before = ordered.cumsum(-1) - ordered
-    keep = torch.zeros_like(probs, dtype=torch.bool).scatter_(1, place, before < top_ps[:, None])
-    return _renormalised(probs, keep)
-
-
-def _renormalised(probs: Tensor, keep: Tensor) -> Tensor:
-    kept = probs * keep
-    return kept / kept.sum(-1, keepdim=True)
+    return probs * torch.zeros_like(probs, dtype=torch.bool).scatter_(1, place, before < top_ps[:, None])
 
 
 def tree_speculative_sampling_target_only(
@@ -78,10 +74,11 @@ def tree_speculative_sampling_target_only(
     The proposal is a point mass a node, so accepting child x when the coin falls into x's share of p, and drawing
     from p without the rejected children otherwise, emits exactly p (Lossless verification in the EAGLE papers).
 
-    candidates, uniform_samples: [B, N]; target_probs: [B, N, V], row n after node n. Thresholds below 1 accept more
-    and are not lossless; they keep SGLang's meaning. Fills accept_index [B, depth + 1], accept_token_num [B] and
-    predicts [B * N]. draft_probs is the GPU kernel's scratch and is not used.
+    candidates, uniform_samples: [B, N]; target_probs: [B, N, V], row n after node n, of any scale. Thresholds below 1
+    accept more and are not lossless; they keep SGLang's meaning. Fills accept_index [B, depth + 1], accept_token_num
+    [B] and predicts [B * N]. draft_probs is the GPU kernel's scratch and is not used.
     """
+    target_probs = target_probs / target_probs.sum(-1, keepdim=True)
     tokens, index = candidates.tolist(), retrive_index.tolist()
     child, sibling = retrive_next_token.tolist(), retrive_next_sibling.tolist()
     coins = uniform_samples.tolist()

@@ -1,0 +1,181 @@
+"""`draftloop refresh`, `serve` and `attach`: one controller, until it is told to stop.
+
+prepare      target, run folder (one controller each), first drafter or the saved state
+connect      the Ray cluster, the actors of an earlier controller in it
+tick         until Ctrl-C or SIGTERM
+stop         trainer, workers, router; nothing stays
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from draftloop.cli.actors import RaySession
+from draftloop.cli.run_folder import RunFolder, locked, open_run_folder
+from draftloop.core.config import Config, save_config
+from draftloop.core.errors import ServerError
+from draftloop.core.events import EventKind, EventLog
+from draftloop.core.manifest import Manifest
+from draftloop.drafters.checkpoint import verify_checkpoint
+from draftloop.drafters.target import target_identity
+from draftloop.fleet.attached import drafter_of
+from draftloop.fleet.attached_fleet import AttachedFleet
+from draftloop.fleet.fleet import Fleet, require_free_ports
+from draftloop.fleet.router import RouterClient
+from draftloop.fleet.router_keeper import AttachedRouter, RouterKeeper
+from draftloop.generator.prompts import chat_tokens, load_prompts
+from draftloop.refresher.control import ControlServer
+from draftloop.refresher.controller import Controller, Paths, copy_checkpoint
+from draftloop.refresher.rollout import Rollout
+from draftloop.refresher.state import FleetState
+from draftloop.refresher.training import Training
+from draftloop.sglang.client import ServerClient
+from draftloop.sglang.target import resolve_target
+from draftloop.trainer.day0 import make_untrained
+
+QUIET = ("train_step", "progress")
+
+
+class Journalist:
+    """Events of one run: into events.jsonl, and the decisions among them as a line on the terminal. Thread-safe."""
+
+    def __init__(self, path: Path) -> None:
+        self._log = EventLog(path)
+        self._lock = threading.Lock()
+        self._started = time.monotonic()
+
+    def now(self) -> float:
+        """Seconds since this controller started."""
+        return time.monotonic() - self._started
+
+    def emit(self, kind: EventKind, **data: Any) -> None:
+        with self._lock:
+            self._log.emit(kind, **data)
+            if kind not in QUIET:
+                said = " ".join(f"{key}={value}" for key, value in data.items() if key != "t_s" and value is not None)
+                typer.echo(f"{time.strftime('%H:%M:%S')} {kind} {said}")
+
+
+def run_fleet(config: Config, root: Path, train: bool, router: str | None) -> None:
+    """Run until Ctrl-C or SIGTERM. root: absolute.  train: keep the drafter fresh.  router: URL of one to attach to.
+
+    Raises DraftloopError in one line; nothing is left running.
+    """
+    require_free_ports(config)
+    target = resolve_target(config.target.path).resolve()
+    folder = RunFolder(root)
+    if FleetState.load(root) is None:
+        open_run_folder(root, resume=False)
+    with locked(folder):
+        save_config(config, folder.config)
+        state = FleetState.load(root) or _first_state(config, target, folder, router)
+        state.save(root)
+        journal = Journalist(folder.events)
+        journal.emit("run_started", t_s=0.0, target=target.name, drafter=state.rollout.promoted)
+        with RaySession(f"draftloop-{hashlib.sha256(str(root).encode()).hexdigest()[:12]}") as session:
+            _control(config, target, folder, state, train, router, session.durable, journal)
+        journal.emit("run_finished", t_s=journal.now())
+
+
+def _control(
+    config: Config,
+    target: Path,
+    folder: RunFolder,
+    state: FleetState,
+    train: bool,
+    router: str | None,
+    durable: bool,
+    journal: Journalist,
+) -> None:
+    paths = Paths(folder.root, folder.checkpoints)
+
+    def make_fleet(folder_of: Callable[[str], Path], blame: Any) -> Fleet:
+        if router is not None:
+            watched = AttachedRouter(router)
+            parts = (target, config, folder.root, folder_of, False, watched, journal.emit, blame, journal.now)
+            return AttachedFleet(*parts)
+        keeper = RouterKeeper(config.router, folder.root / "router.log", durable, journal.emit, journal.now)
+        return Fleet(target, config, folder.root, folder_of, durable, keeper, journal.emit, blame, journal.now)
+
+    managed = router is None
+    controller = Controller(
+        target, config, paths, state, make_fleet, journal.emit, journal.now, managed=managed, trained=train
+    )
+    training = None
+    if train:
+        training = Training(target, config, paths, controller, journal.emit, journal.now)
+    fleet_config = config.fleet
+    server = ControlServer(
+        fleet_config.control_host,
+        fleet_config.control_port,
+        folder.root,
+        lambda: controller.status() | (training.status() if training is not None else {}),
+        {
+            "scale": lambda body: {"workers": controller.scale(int(body["workers"]))},
+            "rollback": lambda body: {"version": controller.rollback(str(body["version"]))},
+            "promote": lambda body: {"version": controller.promote(Path(body["checkpoint"]))},
+        },
+    )
+    try:
+        controller.open()
+        if training is not None:
+            training.start()
+        with server, contextlib.suppress(KeyboardInterrupt):
+            while True:
+                controller.tick()
+                time.sleep(fleet_config.tick_s)
+    finally:
+        _ignore_signals()
+        if training is not None:
+            training.finish()
+        controller.fleet.stop()
+
+
+def _ignore_signals() -> None:
+    """The stop is under way; a second Ctrl-C must not leave half of it."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _first_state(config: Config, target: Path, folder: RunFolder, router: str | None) -> FleetState:
+    """That of a fleet that begins with its first drafter."""
+    if router is not None:
+        version = _take_over(_born_with(router), target, folder)
+    elif config.drafter.checkpoint is not None:
+        version = _take_over(config.drafter.checkpoint, target, folder)
+    else:
+        version = "v0"
+        shutil.rmtree(folder.checkpoints / version, ignore_errors=True)  # half written before a crash
+        tokenize = chat_tokens(target)
+        streams = (tokenize(prompt.messages) for prompt in load_prompts(config.traffic.prompts))
+        make_untrained(target, config.drafter, streams, folder.checkpoints / version, version, config.seed)
+    return FleetState(workers=config.fleet.workers, rollout=Rollout(promoted=version))
+
+
+def _take_over(drafter: Path, target: Path, folder: RunFolder) -> str:
+    """Copy a checkpoint into the run folder, where every version stays restorable."""
+    manifest = verify_checkpoint(drafter, target_identity(target), Manifest.load(drafter).layer_ids)
+    if not (folder.checkpoints / manifest.version).exists():
+        copy_checkpoint(drafter, folder.checkpoints / manifest.version)
+    return manifest.version
+
+
+def _born_with(router: str) -> Path:
+    """The drafter that the servers behind a router were started with."""
+    client = RouterClient(router)
+    urls = sorted(client.workers())
+    client.close()
+    if not urls:
+        raise ServerError(f"the router {router} has no workers: start the servers and add them first")
+    with ServerClient(urls[0]) as server:
+        return drafter_of(server)
