@@ -29,6 +29,8 @@ def supply_kernels() -> None:
         module.top_p_renorm_prob = top_p_renorm_prob
     for module in (verify_sampling, eagle_utils, dflash_utils):
         module.tree_speculative_sampling_target_only = tree_speculative_sampling_target_only
+    # Decided when the module was imported, without a kernel then: DFLASH would verify sampled requests greedily.
+    dflash_utils._DFLASH_SAMPLING_VERIFY_AVAILABLE = True
 
 
 def top_k_renorm_prob(probs: Tensor, top_ks: Tensor) -> Tensor:
