@@ -98,12 +98,13 @@ def assert_all_gone(mark: dict[str, str], shm: set[Path]) -> None:
     assert [path for path in shm if path.exists()] == []
 
 
-def test_the_whole_loop(setting: Setting, tmp_path: Path) -> None:
+@pytest.mark.parametrize("drafter", ["eagle3", "dflash"])
+def test_the_whole_loop(setting: Setting, tmp_path: Path, drafter: str) -> None:
     out, mark = tmp_path / "run", new_mark()
     shm: set[Path] = set()
     with (tmp_path / "output").open("w") as output:
         process = subprocess.Popen(
-            setting.command(out, "--minutes", "2.5", "--seed", "3"),
+            setting.command(out, "--minutes", "2.5", "--seed", "3", "--drafter", drafter),
             env=os.environ | mark, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         try:
@@ -144,6 +145,7 @@ def test_the_whole_loop(setting: Setting, tmp_path: Path) -> None:
     newest = Manifest.load(out / "checkpoints" / summary.drafter.versions[-1])
     assert newest.parent == summary.drafter.versions[-2]
     assert newest.lineage.train_steps > 0
+    assert newest.kind == drafter
     assert len(events_of(out, "swap")) == len(summary.swaps)
 
 

@@ -111,6 +111,14 @@ class Served:
                 self._captured.setdefault(record.request_id, []).append(record)
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def day0(target: TinyTarget, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("day0") / "v0"

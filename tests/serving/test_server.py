@@ -1,118 +1,39 @@
-"""A real SGLang server with a speculative tree, our tap and our swaps, against plain transformers.
+"""A real SGLang server with a speculative tree and our tap, against plain transformers.
 
-    output      every greedy token is transformers' own, alone, in a batch, from the cache, in chunks, across swaps
+    output      every greedy token is transformers' own, alone, in a batch, from the cache, in chunks
     capture     every captured row is what a plain forward computes; verification steps add up
     drafting    the drafted tree is the one the checkpoint implies
-    swap        in place, under load, verified, stamped; anything unfit is refused and nothing changes
 
-The tests share one server (a start takes most of a minute); each leaves the drafter v0 in service, the last ends it.
+The tests share one server (a start takes half a minute); each leaves the drafter v0 in service, the last ends it.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
-import shutil
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-import torch
 from processes import shared_memory
-from safetensors.torch import load_file, save_file
-from tiny_llama import LAYER_IDS, make_tiny_target, random_prompts
+from safetensors.torch import load_file
+from tiny_llama import random_prompts
 
-from draftloop.core.errors import CheckpointError, DraftloopError, ManifestError, ServerError
-from draftloop.core.manifest import Manifest
-from draftloop.core.records import CaptureRecord, VerifyStep
-from draftloop.sglang import swap as swap_module
-from draftloop.sglang.client import ServerClient
-from draftloop.sglang.swap import ALIASED, ServingSlot, SwapError, server_checksums
-from draftloop.trainer.day0 import make_untrained
+from draftloop.core.errors import ServerError
 
-from .conftest import CHUNK, CONFIG, TRAINING_PROMPTS, Answer, Served
+from .checks import (
+    LENGTHS,
+    NODES,
+    assert_greedy,
+    assert_steps_add_up,
+    assert_true_states,
+    paths_of,
+)
+from .conftest import CHUNK, CONFIG, Served
 from .eagle3_by_hand import Eagle3ByHand
 
-LENGTHS = [5, 17, 40, CHUNK - 1, CHUNK, CHUNK + 1, 150, 3 * CHUNK]
-TOPK, STEPS, NODES = CONFIG.server.topk, CONFIG.server.num_steps, CONFIG.server.num_draft_tokens
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def assert_greedy(served: Served, answers: Sequence[Answer], tokens: int) -> None:
-    """Every output token is the arg-max of a plain forward over all before it: greedy decoding, by induction."""
-    for answer in answers:
-        assert len(answer.output) == tokens
-        logits = served.target.states(answer.whole).logits[len(answer.prompt) - 1 : -1]
-        assert answer.output == logits.argmax(-1).tolist(), answer.request_id
-
-
-def assert_true_states(served: Served, answer: Answer, record: CaptureRecord) -> None:
-    """The record's rows are a plain forward's, and its tokens the request's (a last step may reach beyond them)."""
-    tokens = record.token_ids.tolist()
-    whole = [*answer.whole[: record.start], *tokens]
-    length = min(len(whole), len(answer.whole))
-    assert whole[:length] == answer.whole[:length]
-    # The last token of an answer has not been an input yet.
-    assert len(whole) >= len(answer.whole) - 1
-    states = served.target.states(whole)
-    for got, expected in (
-        (torch.from_numpy(record.fused), states.fused[record.start :]),
-        (torch.from_numpy(record.last_hidden), states.last_hidden[record.start :]),
-    ):
-        torch.testing.assert_close(got.float(), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
-
-
-def paths_of(step: VerifyStep) -> list[tuple[int, ...]]:
-    """The drafted tokens from below the root to each node, in tree order."""
-    paths: list[tuple[int, ...]] = [()]
-    for token, parent in zip(step.draft_tokens.tolist(), step.parents.tolist(), strict=True):
-        paths.append((*paths[parent], token))
-    return paths[1:]
-
-
-def assert_steps_add_up(answer: Answer, record: CaptureRecord) -> None:
-    """Each step starts where the last one ended, and accepts the longest drafted path that the target goes too."""
-    known = [*answer.whole[: record.start], *record.token_ids.tolist()]
-    position = len(answer.prompt)
-    for number, step in enumerate(record.verify_steps):
-        assert step.position == position
-        assert len(step.draft_tokens) == len(step.parents) == NODES - 1
-        assert all(parent <= node for node, parent in enumerate(step.parents.tolist()))
-        paths = set(paths_of(step))
-        assert len(paths) == NODES - 1
-        went = tuple(known[position + 1 : position + 1 + step.accepted])
-        assert len(went) == step.accepted
-        assert not went or went in paths
-        position += step.accepted + 1
-        if number + 1 < len(record.verify_steps):
-            assert (*went, known[position]) not in paths, "a longer drafted path was right"
-    assert position >= len(answer.whole) - 1
-
-
-def checksums(served: Served) -> dict[str, str]:
-    with ServerClient(served.url) as client:
-        return client.draft_checksums(ALIASED)
-
-
-def checksums_of(folder: Path) -> dict[str, str]:
-    return server_checksums(load_file(folder / "model.safetensors"), "eagle3", torch.float32)
-
-
-def accept_length(answers: Sequence[Answer]) -> float:
-    return sum(len(a.output) for a in answers) / sum(a.meta["spec_verify_ct"] for a in answers)
+TOPK, STEPS = CONFIG.server.topk, CONFIG.server.num_steps
 
 
 # --- output
@@ -212,207 +133,6 @@ def test_the_tree_is_the_one_the_checkpoint_implies(served: Served, trained: tup
     served.worker.swap(served.drafter)
     assert compared >= 12
     assert moved >= 1
-
-
-# --- swap
-
-
-def test_a_swap_under_load_changes_the_drafter_and_no_token(served: Served, trained: tuple[Path, Path]) -> None:
-    before = served.ask(random_prompts(6, LENGTHS[:6], seed=20), 48)
-    running = threading.Event()
-    stop = threading.Event()
-    endless = itertools.cycle(random_prompts(40, LENGTHS, seed=21))
-
-    def load() -> list[Answer]:
-        mine = []
-        while not stop.is_set():
-            mine.append(served.ask_one(next(endless), 64))
-            running.set()
-        return mine
-
-    with ThreadPoolExecutor(6) as pool:
-        loops = [pool.submit(load) for _ in range(6)]
-        try:
-            assert running.wait(120)
-            done = served.worker.swap(trained[0])
-        finally:
-            stop.set()
-        during = [answer for loop in loops for answer in loop.result()]
-
-    assert done.report.version == "v1"
-    assert done.report.checksum_ok
-    assert done.stall_ms is not None
-    assert 0 < done.report.update_ms <= done.report.paused_ms
-    assert checksums(served) == checksums_of(trained[0])
-    assert len(during) >= 12
-    assert_greedy(served, during, 64)
-    versions = [{step.drafter_version for step in record.verify_steps} for record in served.records(during)]
-    assert {"v0"} in versions
-    assert {"v0", "v1"} in versions, "no request was running across the swap"
-
-    after = served.ask([answer.prompt for answer in before], 48)
-    assert [answer.output for answer in after] == [answer.output for answer in before]
-    assert {answer.meta["weight_version"] for answer in after} == {"v1"}
-    for answer, record in zip(after, served.records(after), strict=True):
-        assert {step.drafter_version for step in record.verify_steps} == {"v1"}
-        assert_true_states(served, answer, record)
-        assert_steps_add_up(answer, record)
-    assert accept_length(after) > accept_length(before) + 0.2, "the trained drafter does not draft"
-
-    served.worker.swap(served.drafter)
-    assert checksums(served) == checksums_of(served.drafter)
-    back = served.ask([answer.prompt for answer in before], 48)
-    assert [answer.output for answer in back] == [answer.output for answer in before]
-    assert accept_length(back) == accept_length(before)
-
-
-def test_three_swaps_in_a_row(served: Served, trained: tuple[Path, Path]) -> None:
-    prompts = random_prompts(3, LENGTHS[:3], seed=22)
-    plain = [answer.output for answer in served.ask(prompts, 16)]
-    for folder in (*trained, served.drafter):
-        done = served.worker.swap(folder)
-        assert done.report.checksum_ok
-        assert checksums(served) == checksums_of(folder)
-        answers = served.ask(prompts, 16)
-        assert [answer.output for answer in answers] == plain
-        assert {answer.meta["weight_version"] for answer in answers} == {folder.name}
-
-
-def changed(source: Path, folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
-    """A copy of a checkpoint whose tensors were changed after export."""
-    shutil.copytree(source, folder)
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
-    return folder
-
-
-def made_for(folder: Path, served: Served, **other: Any) -> Path:
-    """A sound day-0 drafter that differs in one thing."""
-    config = CONFIG.drafter.model_copy(update={"layer_ids": other.get("layer_ids", LAYER_IDS)})
-    target = other.get("target", served.target.folder)
-    make_untrained(target, config, other.get("prompts", TRAINING_PROMPTS), folder, "v9", seed=0)
-    return folder
-
-
-def truncated(source: Path, folder: Path) -> Path:
-    shutil.copytree(source, folder)
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    return folder
-
-
-def _drop(tensors: dict[str, torch.Tensor]) -> None:
-    del tensors["midlayer.mlp.up_proj.weight"]
-
-
-def _add(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["midlayer.mlp.extra.weight"] = torch.zeros(2)
-
-
-def _misshape(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["lm_head.weight"] = tensors["lm_head.weight"][:-1].contiguous()
-
-
-def _poison(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["norm.weight"][3] = float("nan")
-
-
-def _touch(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["norm.weight"][3] += 1e-3
-
-
-Unfit = Callable[[Served, Path, Path], Path]
-
-UNFIT: dict[str, tuple[Unfit, type[DraftloopError], str]] = {
-    "another target": (
-        lambda s, v1, to: made_for(to, s, target=make_tiny_target(to.with_name("other"), seed=5).folder),
-        ManifestError,
-        "was trained for target other",
-    ),
-    "other layers": (
-        lambda s, v1, to: made_for(to, s, layer_ids=(0, 1, 2)),
-        ManifestError,
-        r"reads target layers \[0, 1, 2\], the server captures \[0, 1, 3\]",
-    ),
-    "another vocabulary map": (
-        lambda s, v1, to: made_for(to, s, prompts=random_prompts(9, [40], seed=99)),
-        ManifestError,
-        "has another draft vocabulary",
-    ),
-    "a missing tensor": (
-        lambda s, v1, to: changed(v1, to, _drop),
-        CheckpointError,
-        "tensor midlayer.mlp.up_proj.weight is missing",
-    ),
-    "an extra tensor": (
-        lambda s, v1, to: changed(v1, to, _add),
-        CheckpointError,
-        "tensor midlayer.mlp.extra.weight does not belong",
-    ),
-    "a misshaped tensor": (
-        lambda s, v1, to: changed(v1, to, _misshape),
-        CheckpointError,
-        r"tensor lm_head.weight has shape \[255, 64\]",
-    ),
-    "NaN": (lambda s, v1, to: changed(v1, to, _poison), CheckpointError, "norm.weight holds NaN"),
-    "a changed weight": (lambda s, v1, to: changed(v1, to, _touch), CheckpointError, "checksum of tensor norm.weight"),
-    "a cut file": (lambda s, v1, to: truncated(v1, to), CheckpointError, "damaged or cut short"),
-    "no checkpoint": (lambda s, v1, to: to, ManifestError, "has no draftloop_manifest.json"),
-}
-
-
-@pytest.mark.parametrize("name", UNFIT)
-def test_an_unfit_drafter_is_refused_and_nothing_changes(
-    served: Served, trained: tuple[Path, Path], tmp_path: Path, name: str
-) -> None:
-    make, error, message = UNFIT[name]
-    folder = make(served, trained[0], tmp_path / "unfit")
-    with pytest.raises(error, match=message) as caught:
-        served.worker.swap(folder)
-    assert "\n" not in str(caught.value)
-    assert checksums(served) == checksums_of(served.drafter)
-    (answer,) = served.ask(random_prompts(1, [9], seed=23), 8)
-    assert answer.meta["weight_version"] == "v0"
-
-
-@pytest.fixture
-def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file goes bad between our check and SGLang's reading of it."""
-    monkeypatch.setattr(swap_module, "verify_checkpoint", lambda folder, *rest: Manifest.load(folder))
-
-
-def slot_of(served: Served) -> ServingSlot:
-    manifest = Manifest.load(served.drafter)
-    return ServingSlot(manifest.target, manifest.layer_ids, manifest.vocab_map_sha256, torch.float32)
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_a_file_that_goes_bad_late_is_refused_by_the_scheduler(
-    served: Served, trained: tuple[Path, Path], tmp_path: Path
-) -> None:
-    folder = changed(trained[0], tmp_path / "late", _poison)
-    with ServerClient(served.url) as client, pytest.raises(SwapError, match=r"refused drafter v1.*v0 serves on"):
-        swap_module.swap(client, folder, slot_of(served), "v0")
-    assert checksums(served) == checksums_of(served.drafter)
-    answers = served.ask(random_prompts(2, [9, 30], seed=24), 16)
-    assert_greedy(served, answers, 16)
-    assert {answer.meta["weight_version"] for answer in answers} == {"v0"}
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_a_torn_update_is_said_and_mended(served: Served, trained: tuple[Path, Path], tmp_path: Path) -> None:
-    """A file whose later tensors do not fit: earlier ones are in the server already. Output stays the target's."""
-    folder = changed(trained[0], tmp_path / "torn", _misshape)
-    with ServerClient(served.url) as client, pytest.raises(SwapError, match=r"only in part.*restore v0"):
-        swap_module.swap(client, folder, slot_of(served), "v0")
-    assert checksums(served) != checksums_of(served.drafter)
-    answers = served.ask(random_prompts(4, LENGTHS[:4], seed=25), 24)
-    assert_greedy(served, answers, 24)
-    assert {answer.meta["weight_version"] for answer in answers} == {"torn-v1"}
-    served.worker.swap(served.drafter)
-    assert checksums(served) == checksums_of(served.drafter)
-    assert served.ask_one([20, 21, 22], 4).meta["weight_version"] == "v0"
 
 
 # --- the end

@@ -96,12 +96,12 @@ def test_the_day0_drafter_is_shaped_for_its_target(target: TinyTarget, day0: Pat
 def test_the_manifest_fits_its_target_and_no_other(target: TinyTarget, day0: Path, tmp_path: Path) -> None:
     manifest = Manifest.load(day0)
     identity = target_identity(target.folder)
-    check_fits(manifest, identity, LAYER_IDS, manifest.vocab_map_sha256)
+    check_fits(manifest, identity, LAYER_IDS)
     other = make_tiny_target(tmp_path / "other", seed=1)
     with pytest.raises(ManifestError, match="was trained for target"):
-        check_fits(manifest, target_identity(other.folder), LAYER_IDS, None)
+        check_fits(manifest, target_identity(other.folder), LAYER_IDS)
     with pytest.raises(ManifestError, match="reads target layers"):
-        check_fits(manifest, identity, (0, 1, 2), None)
+        check_fits(manifest, identity, (0, 1, 2))
 
 
 def test_without_records_there_is_nothing_to_do(target: TinyTarget, day0: Path) -> None:
@@ -136,8 +136,7 @@ def test_records_in_candidate_out(target: TinyTarget, day0: Path, records: list[
     assert comparison.after.accept_length > comparison.before.accept_length + 0.25
 
     folder = trainer.save_candidate(tmp_path / "v1", "v1", {"accept_length": comparison.after.accept_length})
-    served = Manifest.load(day0)
-    manifest = verify_checkpoint(folder, target_identity(target.folder), LAYER_IDS, served.vocab_map_sha256)
+    manifest = verify_checkpoint(folder, target_identity(target.folder), LAYER_IDS)
     assert (manifest.version, manifest.parent) == ("v1", "v0")
     assert manifest.metrics == {"accept_length": comparison.after.accept_length}
     lineage = manifest.lineage

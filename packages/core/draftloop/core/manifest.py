@@ -105,13 +105,8 @@ class Manifest(BaseModel):
             raise ManifestError(f"{path} is not a valid manifest: {where}: {first['msg']}") from None
 
 
-def check_fits(
-    manifest: Manifest, target: TargetIdentity, layer_ids: Iterable[int], vocab_map_sha256: str | None
-) -> None:
-    """Raise ManifestError when the drafter was made for something else.
-
-    vocab_map_sha256: the map the server was started with; None when it may still be chosen.
-    """
+def check_fits(manifest: Manifest, target: TargetIdentity, layer_ids: Iterable[int]) -> None:
+    """Raise ManifestError when the drafter was made for something else."""
     if manifest.target.fingerprint != target.fingerprint:
         raise ManifestError(
             f"drafter {manifest.version} was trained for target {manifest.target.name} "
@@ -122,11 +117,6 @@ def check_fits(
         raise ManifestError(
             f"drafter {manifest.version} reads target layers {list(manifest.layer_ids)}, the server captures "
             f"{list(layer_ids)}; restart the server with the drafter's layer ids"
-        )
-    if vocab_map_sha256 is not None and manifest.vocab_map_sha256 != vocab_map_sha256:
-        raise ManifestError(
-            f"drafter {manifest.version} has another draft vocabulary ({manifest.vocab_map_sha256[:12]}) than the "
-            f"server ({vocab_map_sha256[:12]}); train it on the server's map or restart the server with it"
         )
     if (
         manifest.target.tokenizer_sha256 != target.tokenizer_sha256

@@ -102,11 +102,9 @@ def load_drafter(folder: Path) -> tuple[Eagle3Drafter, Manifest]:
     return drafter, manifest
 
 
-def verify_checkpoint(
-    folder: Path, target: TargetIdentity, layer_ids: Iterable[int], vocab_map_sha256: str | None
-) -> Manifest:
+def verify_checkpoint(folder: Path, target: TargetIdentity, layer_ids: Iterable[int]) -> Manifest:
     """Make every check of `load_drafter`, and that the drafter fits this target and server."""
-    check_fits(Manifest.load(folder), target, layer_ids, vocab_map_sha256)
+    check_fits(Manifest.load(folder), target, layer_ids)
     return _read_checked(folder)[2]
 
 

@@ -18,9 +18,11 @@ from dataclasses import asdict, dataclass
 from draftloop.capture.ring import RingOwner
 from draftloop.core.config import Config
 from draftloop.core.errors import HookError
+from draftloop.sglang.exact_rows import exact_hooks
 from draftloop.sglang.hooks import Hook, front_hooks, problem_with, tap_hooks
 from draftloop.sglang.platform import PLATFORM_NAME
 from draftloop.sglang.server import server_environment
+from draftloop.sglang.swap_hooks import swap_hooks
 from draftloop.sglang.tap import Tap, TapSettings
 
 RING_BYTES = 1 << 20
@@ -60,7 +62,7 @@ def main() -> None:
         tap = Tap(TapSettings(ring=ring.name))
         # The hooks that both algorithms share are listed once.
         hooks = tuple({hook.target: hook for name in ALGORITHMS for hook in tap_hooks(tap, name)}.values())
-        hooks += front_hooks()
+        hooks += swap_hooks() + exact_hooks() + front_hooks()
         if os.environ.get("SGLANG_PLATFORM") == PLATFORM_NAME:
             from draftloop.sglang.cpu.register import cpu_hooks
 

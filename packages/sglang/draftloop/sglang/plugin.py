@@ -8,32 +8,38 @@ import sys
 from typing import Any
 
 from draftloop.core.errors import HookError
+from draftloop.sglang.exact_rows import exact_hooks
 from draftloop.sglang.hooks import SCHEDULER, TOKENIZER_MANAGER, Hook, check, confirm_applied, front_hooks, tap_hooks
 from draftloop.sglang.platform import PLATFORM_NAME
+from draftloop.sglang.swap_hooks import swap_hooks
 from draftloop.sglang.tap import Tap, TapSettings
 
 
 def load() -> None:
-    """Tell every process the CPU attention backend's name; hook the scheduler's and, with a tap, the HTTP process."""
+    """Tell every process the CPU attention backend's name; hook the process of the models and, with a tap, of HTTP."""
     on_cpu = os.environ.get("SGLANG_PLATFORM") == PLATFORM_NAME
     if on_cpu:
         from draftloop.sglang.cpu.register import register_backend
 
         register_backend()
     settings = TapSettings.from_environment()
-    if runs_scheduler():
+    if hooks_belong_here(on_cpu):
         _hook_scheduler(on_cpu, settings)
-    elif settings is not None and multiprocessing.parent_process() is None:
+    if settings is not None and multiprocessing.parent_process() is None:
         _install(front_hooks(), f"{TOKENIZER_MANAGER}.__init__")
 
 
-def runs_scheduler() -> bool:
-    """Whether this is the child process that holds the models. The detokenizer must not load them for hooks."""
-    return multiprocessing.parent_process() is not None and "sglang.srt.managers.scheduler" in sys.modules
+def hooks_belong_here(on_cpu: bool) -> bool:
+    """On a CPU the scheduler is forked from the server's first process and inherits its hooks (`cpu.fast_start`).
+
+    On a GPU it is a fresh child process; the detokenizer, which is one too, must not load the models for hooks.
+    """
+    child = multiprocessing.parent_process() is not None
+    return not child if on_cpu else child and "sglang.srt.managers.scheduler" in sys.modules
 
 
 def _hook_scheduler(on_cpu: bool, settings: TapSettings | None) -> None:
-    hooks: tuple[Hook, ...] = ()
+    hooks = swap_hooks() + exact_hooks()
     if on_cpu:
         from draftloop.sglang.cpu.register import cpu_hooks, supply_kernels
 

@@ -10,8 +10,8 @@ compare checksums                     the server's tensors against the checkpoin
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
-import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,32 +21,26 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from draftloop.core.errors import ServerError
-from draftloop.core.manifest import DrafterKind, Manifest, TargetIdentity
+from draftloop.core.errors import CheckpointError, ServerError
+from draftloop.core.manifest import DrafterKind, Manifest
 from draftloop.drafters.checkpoint import WEIGHTS_FILE, verify_checkpoint
 from draftloop.sglang.client import ServerClient
+from draftloop.sglang.held_tensors import ALIASED, VOCAB_MAP, server_tensors
 from draftloop.sglang.swap_loader import LOADER, path_entry
-
-# The drafter's embedding is the target's own tensor: never pushed, never hashed here.
-ALIASED = ("embed_tokens",)
-# SGLang pads a head's rows to this multiple (layers/vocab_parallel_embedding.py).
-VOCAB_PADDING = 64
-# Projections that SGLang keeps as one matrix, found by their first part.
-FUSED = re.compile(r"\.(q|k|v|gate|up)_proj\.weight$")
-FIRST_PARTS = {"q": ("q", "k", "v"), "gate": ("gate", "up")}
 
 
 @dataclass(frozen=True, slots=True)
 class ServingSlot:
     """What the running server's drafter must fit; a swap to anything else is refused before a byte is sent.
 
+    serving: the manifest of the drafter that serves now; its name and weights stay when a swap is refused.
     dtype: what the server runs in; checkpoints are stored in fp32 and cast when they are loaded.
+    cuda: whether the server's tensors are on a GPU, where SGLang hashes them another way.
     """
 
-    target: TargetIdentity
-    layer_ids: tuple[int, ...]
-    vocab_map_sha256: str
+    serving: Manifest
     dtype: torch.dtype
+    cuda: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +57,21 @@ class SwapError(ServerError):
     """The swap did not happen, or cannot be shown to have happened; the message says which drafter serves."""
 
 
-def swap(client: ServerClient, checkpoint: Path, slot: ServingSlot, serving_version: str) -> SwapReport:
+def swap(client: ServerClient, checkpoint: Path, slot: ServingSlot) -> SwapReport:
     """Put the drafter in folder `checkpoint` into the server behind `client`, under load, without a drain.
 
-    serving_version: what serves now; it keeps serving (and keeps its name) when the checksums disagree. Raises
-    ManifestError or CheckpointError before anything is sent, SwapError afterwards.
+    A draft vocabulary of other tokens is carried along; one of another size is refused. Raises ManifestError or
+    CheckpointError before anything is sent, SwapError afterwards.
     """
-    manifest = verify_checkpoint(checkpoint, slot.target, slot.layer_ids, slot.vocab_map_sha256)
-    expected = server_checksums(load_file(checkpoint / WEIGHTS_FILE), manifest.kind, slot.dtype)
+    manifest = verify_checkpoint(checkpoint, slot.serving.target, slot.serving.layer_ids)
+    _check_same_shapes(checkpoint, manifest, slot.serving)
+    expected = server_checksums(load_file(checkpoint / WEIGHTS_FILE), manifest.kind, slot.dtype, slot.cuda)
     before = client.draft_checksums(ALIASED)
     if set(before) != set(expected):
         odd = sorted(set(before) ^ set(expected))
-        raise SwapError(f"the server's drafter and {checkpoint} differ in tensor {odd[0]}; {serving_version} serves on")
+        raise SwapError(
+            f"the server's drafter and {checkpoint} differ in tensor {odd[0]}; {slot.serving.version} serves on"
+        )
     payload = {
         "serialized_named_tensors": [_serialized(checkpoint / WEIGHTS_FILE)],
         "load_format": LOADER,
@@ -85,8 +82,29 @@ def swap(client: ServerClient, checkpoint: Path, slot: ServingSlot, serving_vers
     paused_ms, update_ms = _paused(client, lambda: _update(client, payload))
     after = client.draft_checksums(ALIASED)
     if after != expected:
-        raise SwapError(_diagnose(client, manifest, serving_version, before, after))
+        raise SwapError(_diagnose(client, manifest, slot.serving.version, before, after))
     return SwapReport(manifest.version, paused_ms, update_ms, checksum_ok=True)
+
+
+def free_of_killed_swap(client: ServerClient) -> None:
+    """End what a swap whose process was killed may have left: an open session, and a pause that nobody would end.
+
+    For a caller that did not see the last swap end; harmless otherwise.
+    """
+    with contextlib.suppress(ServerError):  # what SGLang answers when no session is open
+        client.post("/end_weight_update", {})
+    client.post("/continue_generation", {"torch_empty_cache": False})
+
+
+def _check_same_shapes(checkpoint: Path, manifest: Manifest, serving: Manifest) -> None:
+    if manifest.kind != serving.kind:
+        raise CheckpointError(f"{checkpoint} holds a drafter of kind {manifest.kind}, the server runs {serving.kind}")
+    for name, entry in manifest.tensors.items():
+        if name not in serving.tensors or serving.tensors[name].shape != entry.shape:
+            raise CheckpointError(
+                f"{checkpoint}: tensor {name} {list(entry.shape)} does not fit the running drafter "
+                f"{serving.version}; start a server with this checkpoint instead"
+            )
 
 
 def _update(client: ServerClient, payload: dict[str, Any]) -> None:
@@ -133,33 +151,17 @@ def _serialized(weights: Path) -> str:
     return base64.b64encode(data).decode()
 
 
-def server_tensors(state: Mapping[str, torch.Tensor], kind: DrafterKind) -> dict[str, torch.Tensor]:
-    """A checkpoint's tensors as SGLang's draft model holds them: projections fused, head padded, names prefixed."""
-    held: dict[str, torch.Tensor] = {}
-    for name, tensor in state.items():
-        fused = FUSED.search(name)
-        if fused is None:
-            held[name] = tensor
-        elif fused[1] in FIRST_PARTS:
-            parts = FIRST_PARTS[fused[1]]
-            whole = name.replace(f"{fused[1]}_proj", f"{'qkv' if fused[1] == 'q' else 'gate_up'}_proj")
-            held[whole] = torch.cat([state[name.replace(f"{fused[1]}_proj", f"{part}_proj")] for part in parts])
-    if kind == "dflash":
-        return held
-    held.pop("d2t", None)
-    head = held.pop("lm_head.weight")
-    named = {f"model.{name.replace('midlayer', 'layers.0')}": tensor for name, tensor in held.items()}
-    named["lm_head.weight"] = torch.nn.functional.pad(head, (0, 0, 0, -head.shape[0] % VOCAB_PADDING))
-    return named
-
-
-def server_checksums(state: Mapping[str, torch.Tensor], kind: DrafterKind, dtype: torch.dtype) -> dict[str, str]:
+def server_checksums(
+    state: Mapping[str, torch.Tensor], kind: DrafterKind, dtype: torch.dtype, cuda: bool
+) -> dict[str, str]:
     """What `/weights_checker` should answer on a CPU: the first 8 bytes of each tensor's sha256, in hex.
 
     On a GPU SGLang hashes with its own kernel (`managers/mm_utils.tensor_hash`), so that is what is called there.
     """
-    tensors = {name: tensor.to(dtype) for name, tensor in server_tensors(state, kind).items()}
-    if torch.cuda.is_available():
+    tensors = {
+        name: tensor if name == VOCAB_MAP else tensor.to(dtype) for name, tensor in server_tensors(state, kind).items()
+    }
+    if cuda:
         from sglang.srt.managers.mm_utils import tensor_hash
 
         return {name: f"{tensor_hash(tensor.cuda()):016x}" for name, tensor in tensors.items()}

@@ -160,7 +160,7 @@ class DemoRun:
             streams = (tokenize(prompt.messages) for prompt in traffic)
             make_untrained(target, config.drafter, streams, drafter, "v0", config.seed)
         # Both would be found later, but after Ray's start.
-        version = verify_checkpoint(drafter, target_identity(target), Manifest.load(drafter).layer_ids, None).version
+        version = verify_checkpoint(drafter, target_identity(target), Manifest.load(drafter).layer_ids).version
         free_port(config.server.host, config.server.port)
         self._started = time.monotonic()
         self.emit("run_started", t_s=0.0, target=target.name, drafter=version, heldout=len(held_out))

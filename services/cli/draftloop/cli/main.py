@@ -22,6 +22,7 @@ class DrafterChoice(StrEnum):
     """The drafters that the demo can refresh."""
 
     EAGLE3 = "eagle3"
+    DFLASH = "dflash"
 
 
 @app.callback()
@@ -34,7 +35,9 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for the report, the checkpoints and the logs.")] = Path("runs/demo"),
     minutes: Annotated[float | None, typer.Option(help="Wall-clock budget, set-up aside.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of prompts, drafter and training.")] = None,
-    drafter: Annotated[DrafterChoice, typer.Option(help="Which drafter to refresh.")] = DrafterChoice.EAGLE3,
+    drafter: Annotated[
+        DrafterChoice | None, typer.Option(help="Which drafter to refresh; default: the config's, else eagle3.")
+    ] = None,
     prompts: Annotated[
         Path | None, typer.Option(help="JSONL or Parquet with `messages` or `prompt`; default: built in.")
     ] = None,
@@ -46,7 +49,8 @@ def demo(
 ) -> None:
     """Refresh a drafter from live traffic on stock SGLang and report what it gained."""
     overrides = list(override or [])
-    overrides.append(f"drafter.kind={drafter.value}")
+    if drafter is not None:
+        overrides.append(f"drafter.kind={drafter.value}")
     if minutes is not None:
         overrides.append(f"demo.minutes={minutes}")
     if seed is not None:

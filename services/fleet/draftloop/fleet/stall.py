@@ -10,25 +10,26 @@ from types import TracebackType
 import httpx
 
 WARM_UP_PIECES = 6
-MOST_TOKENS = 512
+MOST_TOKENS = 512  # more than any swap takes
 WAIT_S = 30.0
 
 
 class StallProbe:
     """A context manager: one streaming request of its own runs before, during and after the body.
 
-    with StallProbe(url, "heldout--probe") as probe:
+    with StallProbe(url, "heldout--probe", context_length) as probe:
         swap(...)
     probe.stall_ms
     """
 
-    def __init__(self, base_url: str, request_id: str) -> None:
+    def __init__(self, base_url: str, request_id: str, context_length: int) -> None:
         self._url = f"{base_url}/generate"
+        most_tokens = min(MOST_TOKENS, context_length // 2)
         self._body = {
             "rid": request_id,
             "text": "Count from one to a hundred in words.",
             "stream": True,
-            "sampling_params": {"temperature": 0.0, "max_new_tokens": MOST_TOKENS, "ignore_eos": True},
+            "sampling_params": {"temperature": 0.0, "max_new_tokens": most_tokens, "ignore_eos": True},
         }
         self._arrivals: list[float] = []
         self._warm = threading.Event()

@@ -27,7 +27,7 @@ from draftloop.sglang.server import (
     server_command,
     server_environment,
 )
-from draftloop.sglang.swap import ServingSlot, SwapReport, swap
+from draftloop.sglang.swap import ServingSlot, SwapReport, free_of_killed_swap, swap
 from draftloop.sglang.tap import TapSettings
 
 # Our own measurements and probes travel under this domain; they are never captured.
@@ -69,7 +69,7 @@ class Worker:
         speculation, tap = None, None
         if drafter is not None:
             layer_ids = Manifest.load(drafter).layer_ids
-            self._serving = verify_checkpoint(drafter, target_identity(self._target), layer_ids, None)
+            self._serving = verify_checkpoint(drafter, target_identity(self._target), layer_ids)
             speculation = Speculation(drafter, self._serving.version, self._serving.kind)
             tap = self._open_tap(speculation.algorithm)
         command = server_command(self._target, self._config.target, server, port, speculation)
@@ -126,10 +126,12 @@ class Worker:
         self._check_alive()
         if self._client is None or self._serving is None:
             raise ServerError("this server decodes plainly; there is no drafter to swap")
-        dtype = serving_dtype(self._config.target.dtype, use_cuda(self._config.server.device))
-        slot = ServingSlot(self._serving.target, self._serving.layer_ids, self._serving.vocab_map_sha256, dtype)
-        with StallProbe(self._client.base_url, f"{UNCAPTURED_DOMAIN}--{uuid.uuid4().hex}") as probe:
-            report = swap(self._client, checkpoint, slot, self._serving.version)
+        cuda = use_cuda(self._config.server.device)
+        slot = ServingSlot(self._serving, serving_dtype(self._config.target.dtype, cuda), cuda)
+        free_of_killed_swap(self._client)
+        probe_id = f"{UNCAPTURED_DOMAIN}--{uuid.uuid4().hex}"
+        with StallProbe(self._client.base_url, probe_id, self._config.target.context_length) as probe:
+            report = swap(self._client, checkpoint, slot)
         self._serving = Manifest.load(checkpoint)
         return WorkerSwap(report, probe.stall_ms, probe.step_ms)
 

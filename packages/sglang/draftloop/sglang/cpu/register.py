@@ -15,6 +15,7 @@ from draftloop.sglang.hooks import Hook
 
 def register_backend() -> None:
     """Make `draftloop_torch` an attention backend one may name."""
+    fast_start.skip_gpu_packages()
     for names in (choices.ATTENTION_BACKEND_CHOICES, choices.DRAFT_ATTENTION_BACKEND_CHOICES):
         if BACKEND_NAME not in names:
             names.append(BACKEND_NAME)
@@ -38,13 +39,19 @@ def _no_stream_to_record(tensor: torch.Tensor, stream: Any) -> None:
 
 
 def cpu_hooks() -> tuple[Hook, ...]:
-    """The hooks of a CPU server's scheduler process."""
+    """The hooks of a CPU server, made in its first process."""
     return (
         Hook(
             "sglang.srt.speculative.eagle_utils._verify_uses_greedy",
             ("is_all_greedy", "is_cpu"),
             "REPLACE",
             sampling.verify_uses_greedy,
+        ),
+        Hook(
+            "sglang.srt.entrypoints.engine._set_envs_and_config",
+            ("server_args",),
+            "AFTER",
+            fast_start.fork_children,
         ),
         Hook(
             "sglang.srt.model_loader.utils.get_model_architecture",
