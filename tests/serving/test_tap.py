@@ -56,7 +56,7 @@ def drafter_of(kind: str, target: TinyTarget, config: Config, folder: Path) -> P
     trainer = Trainer(target.folder, folder / "v0", config)
     trainer.add_records([target.record(prompt, 48, "chat", i) for i, prompt in enumerate(TRAINING_PROMPTS)])
     steps = 0
-    while steps < 24:
+    while steps < 80:
         steps += len(trainer.train(1e-6))
     trainer.save_candidate(folder / "v1", "v1", {})
     return folder / "v1"
@@ -178,7 +178,7 @@ def test_random_mixes_are_captured_truly(tapped: Tapped) -> None:
     records = [record for one in everything for record in captured.get(one.ask.request_id, [])]
     steps = [step for record in records for step in record.verify_steps]
     # That the mixes hold what they are meant to.
-    assert max(one.meta["num_retractions"] for one in everything if one.reason) > 0
+    assert max(one.meta["num_retractions"] for one in everything if one.ask.ending == "whole") > 0
     assert sum(one.reason == "abort" for one in everything) > 0
     assert sum(one.ask.ending == "disconnect" for one in everything) > 0
     assert sum(record.start > 0 for record in records) > 3
