@@ -207,14 +207,6 @@ def test_every_setting_of_the_objective_reaches_it() -> None:
     assert settings.cosine_steps == 40
 
 
-def train_steps(trainer: Trainer, count: int) -> list[StepReport]:
-    """A call that is over before it begins makes no step."""
-    reports: list[StepReport] = []
-    while len(reports) < count:
-        reports += trainer.train(1e-6)
-    return reports
-
-
 def test_accumulated_packed_and_guarded_steps(
     target: TinyTarget, records: list[CaptureRecord], day0: Path, tmp_path: Path
 ) -> None:
