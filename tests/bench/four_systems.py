@@ -168,7 +168,7 @@ class Bench:
     def eagle1(self, answers: Sequence[Answer], shifted: bool = True) -> Drafter:
         config = Eagle1Config.for_target(self.config)
         config = config if shifted else config.without_shifted_token()
-        head = Eagle1Drafter.untrained(config, self.args.seed, self.weights.last_layer)
+        head = Eagle1Drafter.untrained(config, self.args.seed)
         return self.trained(head, self.settings(answers), answers)
 
     def new_eagle3(self, layer_ids: tuple[int, ...] | None = None) -> Eagle3Drafter:

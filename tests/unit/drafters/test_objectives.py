@@ -51,6 +51,8 @@ def _loop(name: Divergence, p: list[float], q: list[float]) -> float:
     match name:
         case "cross-entropy":
             return -sum(a * math.log(b) for a, b in zip(p, q, strict=True))
+        case "hard-cross-entropy":
+            return -math.log(q[max(range(len(p)), key=p.__getitem__)])
         case "forward-kl":
             return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a)
         case "reverse-kl":

@@ -5,12 +5,14 @@ Records are what transformers computes for greedy answers, so the loss has somet
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -22,13 +24,13 @@ from draftloop.capture.transport import Outbox
 from draftloop.core.config import Config
 from draftloop.core.errors import DraftloopError, ManifestError
 from draftloop.core.manifest import Manifest, check_fits
-from draftloop.core.records import CaptureRecord
+from draftloop.core.records import CaptureRecord, VerifyStep
 from draftloop.core.versions import VersionRegistry
 from draftloop.drafters.checkpoint import verify_checkpoint
 from draftloop.drafters.target import target_identity
 from draftloop.drafters.vocab import ids_from_offsets
 from draftloop.trainer.day0 import make_untrained
-from draftloop.trainer.trainer import Trainer, tree_widths
+from draftloop.trainer.trainer import Trainer, online_settings, tree_widths
 
 CONFIG = Config.model_validate(
     {
@@ -309,3 +311,38 @@ def test_deleted_records_are_gone_and_do_not_come_back(
 )
 def test_tree_widths_narrow_by_half(topk: int, steps: int, widths: tuple[int, ...]) -> None:
     assert tree_widths(topk, steps) == widths
+
+
+def test_every_setting_of_the_objective_reaches_it() -> None:
+    changes = {
+        "divergence": "log-acceptance", "refused_weight": 0.3, "guard_weight": 0.2, "cosine_steps": 40,
+    }  # fmt: skip
+    settings = online_settings(CONFIG.model_copy(update={"trainer": CONFIG.trainer.model_copy(update=changes)}))
+    assert settings.ttt.divergence == "log-acceptance"
+    assert (settings.lessons.refused_weight, settings.lessons.guard_weight) == (0.3, 0.2)
+    assert settings.cosine_steps == 40
+
+
+def test_accumulated_packed_and_guarded_steps(
+    target: TinyTarget, records: list[CaptureRecord], day0: Path, tmp_path: Path
+) -> None:
+    """After a promotion the records of the earlier drafter count as replayed, and hold the drafter to what serves."""
+    torch.set_num_threads(1)
+    step = VerifyStep(12, np.array([1], np.int32), np.array([0], np.int32), 0, "v0")
+    drafted = [dataclasses.replace(record, verify_steps=(step,)) for record in records]
+    moved = []
+    for weight in (0.0, 50.0):
+        changes = {"accumulate": 2, "packed": True, "guard_weight": weight}
+        trainer = Trainer(
+            target.folder, day0, CONFIG.model_copy(update={"trainer": CONFIG.trainer.model_copy(update=changes)})
+        )
+        trainer.add_records(drafted)
+        first = train_steps(trainer, 1)[0]
+        assert first.tokens > CONFIG.trainer.batch_tokens
+        folder = trainer.save_candidate(tmp_path / f"v1-{weight}", "v1", {})
+        trainer.promoted(folder)
+        served = load_file(folder / "model.safetensors")
+        train_steps(trainer, 12)
+        now = load_file(trainer.save_candidate(tmp_path / f"v2-{weight}", "v2", {}) / "model.safetensors")
+        moved.append(float((now["lm_head.weight"] - served["lm_head.weight"]).norm()))
+    assert moved[1] < 0.8 * moved[0]

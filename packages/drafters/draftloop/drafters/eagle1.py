@@ -63,11 +63,12 @@ class Eagle1Drafter(RecurrentDrafter):
         self.layers = nn.ModuleList([_Layer(config)])
 
     @classmethod
-    def untrained(
-        cls, config: Eagle1Config, seed: int, last_layer: Mapping[str, Tensor] | None = None
-    ) -> Eagle1Drafter:
-        """A head that passes the feature through. last_layer: the target's last layer, names as in Hugging Face
-        ("mlp.up_proj.weight", ...), to start the head's own layer from."""
+    def untrained(cls, config: Eagle1Config, seed: int) -> Eagle1Drafter:
+        """A head that passes the feature through; its layer is random.
+
+        The target's last layer would be a bad start: it was made for states that are not yet normed, and on SmolLM2
+        its output is so large that the loss begins at 87 instead of 1.9.
+        """
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(seed)
             head = cls(config)
@@ -77,10 +78,6 @@ class Eagle1Drafter(RecurrentDrafter):
             head.fc.weight.mul_(0.1)
             head.fc.weight[:, config.hidden_size :] += torch.eye(config.hidden_size)
             head.fc.bias.zero_()
-            own = head.layers[0].state_dict()
-            for name, source in (last_layer or {}).items():
-                if name in own and own[name].shape == source.shape:
-                    own[name].copy_(source)
         return head
 
     def states(self, batch: Batch) -> Tensor:

@@ -89,7 +89,7 @@ def lessons_of(
     place = torch.full((*batch.token_ids.shape, steps + 1), -1, device=token.device)
     place[rows.line, rows.position, rows.step] = torch.arange(len(rows.step), device=token.device)
     row = place[line, position, step.clamp(max=steps)]
-    index = torch.searchsorted(draft_ids, token).clamp(max=len(draft_ids) - 1)
+    index = torch.searchsorted(draft_ids, token.contiguous()).clamp(max=len(draft_ids) - 1)
     kept = (row >= 0) & (draft_ids[index] == token)
     teacher = batch.last_hidden[line, position + 1 + step]
     return Lessons(settings, target, row[kept], index[kept], teacher[kept], echo)
