@@ -91,9 +91,22 @@ def random_prompts(count: int, lengths: Sequence[int], seed: int) -> list[list[i
 
 def make_tiny_target(folder: Path, seed: int, gain: float = GAIN) -> TinyTarget:
     """Write the checkpoint; the same files for the same seed."""
-    tokenizer = _tokenizer()
+    return _write(folder, seed, gain, _tokenizer())
+
+
+def make_few_words_target(folder: Path, seed: int, words: int) -> TinyTarget:
+    """The same model over a vocabulary of `words` tokens, so that its answers can be enumerated."""
+    vocabulary = {END: 0, "<|unknown|>": 1, **{f"w{index}": index for index in range(2, words)}}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unknown|>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, unk_token="<|unknown|>")
+    fast.chat_template = CHAT_TEMPLATE
+    return _write(folder, seed, GAIN, fast)
+
+
+def _write(folder: Path, seed: int, gain: float, tokenizer: PreTrainedTokenizerFast) -> TinyTarget:
     config = LlamaConfig(
-        vocab_size=VOCAB,
+        vocab_size=len(tokenizer),
         hidden_size=HIDDEN,
         intermediate_size=2 * HIDDEN,
         num_hidden_layers=LAYERS,

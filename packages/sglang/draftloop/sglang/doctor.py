@@ -21,6 +21,7 @@ from draftloop.capture.ring import RingOwner
 from draftloop.core.config import Config
 from draftloop.core.errors import HookError
 from draftloop.drafters.load.shapes import PLAIN, Shape
+from draftloop.sglang.exact_rows import exact_hooks
 from draftloop.sglang.hooks import Hook, problem_with, tap_hooks
 from draftloop.sglang.load import load_hooks
 from draftloop.sglang.load.settings import LoadSettings
@@ -69,7 +70,7 @@ def main() -> None:
         for name in ALGORITHMS:
             settings = LoadSettings(folder=Path(), algorithm=name, shapes=(PLAIN, Shape(1, 1, 2)))
             found += load_hooks(settings)
-        hooks = tuple({hook.target: hook for hook in (*found, *swap_hooks())}.values())
+        hooks = tuple({hook.target: hook for hook in (*found, *swap_hooks(), *exact_hooks())}.values())
         if os.environ.get("SGLANG_PLATFORM") == PLATFORM_NAME:
             from draftloop.sglang.cpu.register import cpu_hooks
 

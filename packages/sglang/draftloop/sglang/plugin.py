@@ -36,10 +36,11 @@ def hooks_belong_here(on_cpu: bool) -> bool:
 def _hook_scheduler(on_cpu: bool, settings: TapSettings | None, load: LoadSettings | None) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from draftloop.sglang.exact_rows import exact_hooks
     from draftloop.sglang.hooks import check, confirm_applied, tap_hooks
     from draftloop.sglang.swap_hooks import swap_hooks
 
-    hooks = swap_hooks()
+    hooks = swap_hooks() + exact_hooks()
     if on_cpu:
         from draftloop.sglang.cpu.register import cpu_hooks, supply_kernels
 
