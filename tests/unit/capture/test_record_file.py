@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from draftloop.capture.record_file import read_records, write_records
+from draftloop.capture.record_file import TimedRecord, read_records, write_records
 from draftloop.core.records import CaptureRecord, VerifyStep
 
 
@@ -32,9 +32,10 @@ def test_steps_and_labels_come_back(tmp_path: Path) -> None:
         CaptureRecord("r1", "code", 2, 3, tokens, states, states[:, :2], steps, "acme"),
         CaptureRecord("r2", "chat", 0, 3, tokens, states, states[:, :2]),
     ]
-    write_records(tmp_path / "records", [(records[0], True), (records[1], False)], {})
-    ((first, held_out), (second, _)), _ = read_records(tmp_path / "records")
-    assert held_out
+    write_records(tmp_path / "records", [TimedRecord(records[0], 5.0, True), TimedRecord(records[1], 6.0, False)])
+    kept, other = read_records(tmp_path / "records")
+    assert (kept.time, kept.held_out, other.held_out) == (5.0, True, False)
+    first, second = kept.record, other.record
     assert (first.tenant, first.domain, second.tenant) == ("acme", "code", "default")
     assert second.verify_steps == ()
     for mine, theirs in zip(steps, first.verify_steps, strict=True):

@@ -21,7 +21,7 @@ STATE = LoopState(
     versions=["v0", "v3"],
     train_steps=12,
     captured=CollectorCounts(records=9, tokens=800, records_dropped=2),
-    buffer=Counts(9, 6, 2, 1),
+    buffer=Counts(captured=11, trained=3, expired=1, dropped=2, held_out=2, pending=3),
 )
 WORKERS = [WorkerFigures("a", "v3", True, 50.0, {"chat": 1.9, "code": 2.4}), WorkerFigures("b", "v0", ready=False)]
 
@@ -41,7 +41,7 @@ def test_state_and_totals() -> None:
     assert math.isnan(value(exporter, "train_loss") or 0.0)
     assert value(exporter, "promoted_info", version="v3") == 1
     records = {state: value(exporter, "capture_records", state=state) for state in ("captured", "held_out", "dropped")}
-    assert records == {"captured": 9, "held_out": 2, "dropped": 2}
+    assert records == {"captured": 11, "held_out": 2, "dropped": 2}
     # Counters follow the totals; one that fell was counted by a process that restarted.
     exporter.observe(replace(STATE, loss=1.5, training=False), TrafficTotals(25, 1, 100), WORKERS[:1])
     assert value(exporter, "requests_total", outcome="ok") == 25

@@ -337,12 +337,12 @@ def test_accumulated_packed_and_guarded_steps(
             target.folder, day0, CONFIG.model_copy(update={"trainer": CONFIG.trainer.model_copy(update=changes)})
         )
         trainer.add_records(drafted)
-        first = train_steps(trainer, 1)[0]
+        first = trainer.train_steps(1)[0]
         assert first.tokens > CONFIG.trainer.batch_tokens
         folder = trainer.save_candidate(tmp_path / f"v1-{weight}", "v1", {})
         trainer.promoted(folder)
         served = load_file(folder / "model.safetensors")
-        train_steps(trainer, 12)
+        trainer.train_steps(12)
         now = load_file(trainer.save_candidate(tmp_path / f"v2-{weight}", "v2", {}) / "model.safetensors")
         moved.append(float((now["lm_head.weight"] - served["lm_head.weight"]).norm()))
     assert moved[1] < 0.8 * moved[0]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from draftloop.capture.assembler import Assembler
 from draftloop.capture.ring import RingReader
 from draftloop.capture.wire import DamagedMessageError, decode
+from draftloop.core.config import CapturePolicy
 from draftloop.core.records import CaptureRecord
 
 _IDLE_PAUSE_S = 0.02
@@ -45,6 +46,10 @@ class Collector:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="draftloop-collector", daemon=True)
         self._thread.start()
+
+    def set_policy(self, policy: CapturePolicy) -> None:
+        """Change what the tap captures. Raises ConfigError when the policy names too many tenants."""
+        self._reader.control.publish(policy.model_dump_json().encode())
 
     def take(self, most: int) -> list[CaptureRecord]:
         """Up to `most` records, oldest first; they are the caller's now."""

@@ -6,7 +6,7 @@ Layout: three 64-byte header lines, a control block (see `control`), then `capac
     line 1   head, written, dropped, dropped bytes,           written by the producer only
              records dropped, throttled, withdrawn
     line 2   tail, read                                       written by the consumer only
-    control  the capture policy                               written by the owner only
+    control  the capture policy                               written by the consumer
 
 `head` and `tail` count bytes ever published and consumed; their difference is what the ring holds. A frame is a
 16-byte header (payload length, sequence number), the payload, and padding to 16 bytes, so that a frame's header

@@ -27,6 +27,7 @@ from draftloop.capture.admission import Admission, Labels, Verdict
 from draftloop.capture.ring import RingOwner, RingWriter
 from draftloop.capture.tap_writer import TapWriter
 from draftloop.capture.wire import Chunk
+from draftloop.core.config import CapturePolicy
 from draftloop.core.records import VerifyStep
 from draftloop.sglang.host_copier import Emit, HostCopier, as_numpy
 from draftloop.sglang.labels import labels_of
@@ -126,6 +127,9 @@ class Tap:
 
     def __init__(self, settings: TapSettings) -> None:
         self._owner = None if settings.ring_mib is None else RingOwner.create(settings.ring, settings.ring_mib << 20)
+        if self._owner is not None:
+            # Who attaches to the ring may set another policy; until then everything is captured.
+            self._owner.control.publish(CapturePolicy().model_dump_json().encode())
         self._ring = RingWriter.attach(settings.ring)
         self._writer = TapWriter(self._ring)
         self._admission = Admission(self._ring.control)

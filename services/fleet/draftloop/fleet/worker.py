@@ -103,6 +103,7 @@ class Worker:
         folder = drafter_of(client)
         self._serving = verify_checkpoint(folder, target_identity(self._target), Manifest.load(folder).layer_ids)
         self._collector = Collector(ring_of(url), self._config.capture.buffer_mib * _MIB)
+        self.set_capture(self._config.capture.policy)
         self._client = client
         if self._version() == UNNAMED_VERSION:
             body = {"new_version": self._serving.version, "abort_all_requests": False}
@@ -120,9 +121,9 @@ class Worker:
         capture = self._config.capture
         name = f"draftloop-{uuid.uuid4().hex[:12]}"
         self._ring = RingOwner.create(name, capture.ring_mib * _MIB)
-        # Until the warm-up request is seen, everything is captured.
-        self._ring.control.publish(CapturePolicy().model_dump_json().encode())
         self._collector = Collector(name, capture.buffer_mib * _MIB)
+        # Until the warm-up request is seen, everything is captured.
+        self._collector.set_policy(CapturePolicy())
         return TapSettings(ring=name, algorithm=algorithm, top_logits=capture.top_logits)
 
     def set_capture(self, policy: CapturePolicy) -> None:
@@ -130,10 +131,10 @@ class Worker:
 
         Raises ConfigError when the policy names too many tenants, ServerError when the server decodes plainly.
         """
-        if self._ring is None:
+        if self._collector is None:
             raise ServerError("this server decodes plainly; it has no tap")
         policy = policy.model_copy(update={"skip_domains": policy.skip_domains | {UNCAPTURED_DOMAIN}})
-        self._ring.control.publish(policy.model_dump_json().encode())
+        self._collector.set_policy(policy)
 
     @property
     def load_folder(self) -> Path:
