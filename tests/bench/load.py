@@ -24,7 +24,7 @@ from tiny_llama import make_tiny_target
 
 from draftloop.core.config import Config
 
-QUESTIONS, ANSWER_TOKENS = 12, 24
+QUESTIONS, ANSWER_TOKENS = 8, 24
 
 
 def main() -> None:

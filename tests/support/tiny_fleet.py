@@ -19,7 +19,7 @@ from draftloop.generator.prompts import chat_tokens, load_prompts
 from draftloop.trainer.day0 import make_untrained
 from draftloop.trainer.trainer import Trainer
 
-TRAINED_STEPS = 120
+TRAINED_STEPS = 100
 
 
 def fleet_config(target: TinyTarget, folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
@@ -88,8 +88,8 @@ def _trained(target: TinyTarget, config: Config, day0: Path, folder: Path) -> Pa
     try:
         torch.set_num_threads(1)
         trainer = Trainer(target.folder, day0, config)
-        prompts = random_prompts(24, [8, 12, 30], seed=1)
-        trainer.add_records([target.record(prompt, 48, "chat", i) for i, prompt in enumerate(prompts)])
+        prompts = random_prompts(16, [8, 12, 20], seed=1)
+        trainer.add_records([target.record(prompt, 40, "chat", i) for i, prompt in enumerate(prompts)])
         steps = 0
         while steps < TRAINED_STEPS:
             steps += len(trainer.train(1e-6))
