@@ -21,12 +21,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 from chaos_runs import Chaos
 from clients import clear_questions
 from fleet_run import FleetRun
-from tiny_fleet import fleet_config, make_drafters
+from tiny_fleet import fleet_config, make_trained
 from tiny_llama import make_tiny_target
 
 from draftloop.core.config import Config
 
-QUESTIONS, ANSWER_TOKENS = 12, 24
+QUESTIONS, ANSWER_TOKENS = 8, 24
 
 
 def main() -> None:
@@ -39,11 +39,11 @@ def main() -> None:
         target = make_tiny_target(scratch / "tiny-llama", seed=0)
         questions = clear_questions(target, QUESTIONS, ANSWER_TOKENS, seed=7)
         config = fleet_config(target, scratch)
-        drafters = make_drafters(target, Config.model_validate(config), scratch)
+        good = make_trained(target, Config.model_validate(config), scratch / "good")
         with FleetRun(scratch / "run", config) as fleet:
             fleet.wait_until(fleet.converged)
             # A second version, so that there is something to roll out; the trainer adds others.
-            fleet.wait_until(lambda: fleet.offer(drafters.good))
+            fleet.wait_until(lambda: fleet.offer(good))
             report = Chaos(fleet, questions, random.Random(arguments.seed)).run(arguments.runs)
     print(json.dumps(report.as_json()))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from fleet_run import FleetRun
 from draftloop.core.errors import ServerError
 
 KINDS = ("worker", "trainer", "controller", "router")
+NEWS = {"worker": "worker_lost", "trainer": "trainer_lost", "controller": "run_started", "router": "router_lost"}
 CLIENTS = 4
 CONVERGED_WITHIN_S = 300.0
 # A kill falls somewhere in the roll-out that has just been ordered.
@@ -61,12 +62,9 @@ class Chaos:
         with Clients(fleet.router(), self._questions, CLIENTS) as clients:
             self._order_a_roll_out()
             time.sleep(rng.uniform(0.0, LATEST_KILL_S))
-            for victim in victims:
-                fleet.kill(victim, rng.randrange(len(fleet.processes(victim))))
-            if "controller" in victims:
-                fleet.start_controller()
+            noticed = self._kill(victims)
             with contextlib.suppress(AssertionError):
-                fleet.wait_until(fleet.converged, CONVERGED_WITHIN_S)
+                fleet.wait_until(lambda: noticed() and fleet.converged(), CONVERGED_WITHIN_S)
         report.runs += 1
         report.killed.append("+".join(sorted(victims)))
         report.unconverged += not fleet.converged()
@@ -75,6 +73,17 @@ class Chaos:
         report.wrong_outputs += clients.outcome.wrong
         for failure, count in clients.outcome.failed.items():
             report.failed_requests[failure] = report.failed_requests.get(failure, 0) + count
+
+    def _kill(self, victims: Sequence[str]) -> Callable[[], bool]:
+        """Kill them; whether the fleet has noticed every death."""
+        # A controller takes its trainer along; that is no news to the next one.
+        told = [NEWS[victim] for victim in victims if victim != "trainer" or "controller" not in victims]
+        before = {kind: len(self._fleet.events(kind)) for kind in told}
+        for victim in victims:
+            self._fleet.kill(victim, self._rng)
+        if "controller" in victims:
+            self._fleet.start_controller()
+        return lambda: all(len(self._fleet.events(kind)) > count for kind, count in before.items())
 
     def _order_a_roll_out(self) -> None:
         """Any version but the one that serves."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -177,8 +178,10 @@ class FleetRun:
                 continue
         return sorted(found, key=lambda process: process.pid)
 
-    def kill(self, kind: str, number: int = 0) -> None:
-        """kill -9 of the process of this kind with this number."""
-        self.processes(kind)[number].kill()
+    def kill(self, kind: str, rng: random.Random) -> None:
+        """kill -9 of one process of this kind; nothing when there is none just now."""
+        found = self.processes(kind)
+        if found:
+            rng.choice(found).kill()
         if kind == "controller" and self._controller is not None:
             self._controller.wait()

@@ -19,7 +19,7 @@ from draftloop.generator.prompts import chat_tokens, load_prompts
 from draftloop.trainer.day0 import make_untrained
 from draftloop.trainer.trainer import Trainer
 
-TRAINED_STEPS = 120
+TRAINED_STEPS = 100
 
 
 def fleet_config(target: TinyTarget, folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
@@ -56,9 +56,8 @@ def fleet_config(target: TinyTarget, folder: Path, **sections: dict[str, Any]) -
 
 @dataclass(frozen=True)
 class Drafters:
-    """Checkpoint folders. good: trained, accepted about 1.6 tokens a step. random, nan, layers, template: poisoned."""
+    """Checkpoint folders, each poisoned in its own way."""
 
-    good: Path
     random: Path
     nan: Path
     layers: Path
@@ -66,7 +65,7 @@ class Drafters:
 
 
 def make_drafters(target: TinyTarget, config: Config, folder: Path) -> Drafters:
-    """The good one fits the vocabulary map of a fleet of the same config, as all but `template` do."""
+    """All have the vocabulary map of a fleet of the same config."""
 
     def untrained(version: str, seed: int, of: TinyTarget = target, layers: tuple[int, ...] | None = None) -> Path:
         tokenize = chat_tokens(target.folder)  # one vocabulary map for all
@@ -76,20 +75,24 @@ def make_drafters(target: TinyTarget, config: Config, folder: Path) -> Drafters:
         return folder / version
 
     day0 = untrained("born", 0)
-    good = _trained(target, config, day0, folder / "good")
     noise, nan = _noise(day0, folder / "random"), _with_nan(day0, folder / "nan")
     other = make_tiny_target(folder / "other", seed=0)
     (other.folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    return Drafters(good, noise, nan, untrained("layers", 3, layers=(0, 2, 3)), untrained("template", 4, of=other))
+    return Drafters(noise, nan, untrained("layers", 3, layers=(0, 2, 3)), untrained("template", 4, of=other))
 
 
-def _trained(target: TinyTarget, config: Config, day0: Path, folder: Path) -> Path:
+def make_trained(target: TinyTarget, config: Config, folder: Path) -> Path:
+    """A drafter that is accepted about 1.5 tokens a step, with the vocabulary map of a fleet of the same config."""
+    tokenize = chat_tokens(target.folder)
+    streams = (tokenize(prompt.messages) for prompt in load_prompts(config.traffic.prompts))
+    day0 = folder.with_name(f"{folder.name}-day0")
+    make_untrained(target.folder, config.drafter, streams, day0, day0.name, seed=0)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
         trainer = Trainer(target.folder, day0, config)
-        prompts = random_prompts(24, [8, 12, 30], seed=1)
-        trainer.add_records([target.record(prompt, 48, "chat", i) for i, prompt in enumerate(prompts)])
+        prompts = random_prompts(16, [8, 12, 20], seed=1)
+        trainer.add_records([target.record(prompt, 40, "chat", i) for i, prompt in enumerate(prompts)])
         steps = 0
         while steps < TRAINED_STEPS:
             steps += len(trainer.train(1e-6))

@@ -51,15 +51,15 @@ class Speculation:
         return "DFLASH" if self.kind == "dflash" else "EAGLE3"
 
 
-def free_port(host: str, wanted: int | None) -> int:
-    """`wanted` if it can be bound, any free port for None. Raises ServerError in one line."""
+def free_port(host: str, wanted: int | None, setting: str = "server.port") -> int:
+    """`wanted` if it can be bound, any free port for None. Raises ServerError that names the config's `setting`."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, wanted or 0))
         except OSError as err:
             raise ServerError(
-                f"port {wanted} on {host} cannot be used ({err.strerror}): choose another with server.port"
+                f"port {wanted} on {host} cannot be used ({err.strerror}): choose another with {setting}"
             ) from None
         port: int = probe.getsockname()[1]
         return port

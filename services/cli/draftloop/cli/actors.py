@@ -74,7 +74,7 @@ class RaySession:
         else:
             try:
                 ray.init(namespace=self._namespace, log_to_driver=False, configure_logging=False)
-            except ConnectionError as err:
+            except (ConnectionError, RuntimeError, ValueError) as err:
                 address = os.environ["RAY_ADDRESS"]
                 raise ServerError(
                     f"no Ray cluster answers at RAY_ADDRESS={address}: start it, or unset the variable for a local one"

@@ -47,7 +47,7 @@ def router_command(config: RouterConfig, port: int) -> list[str]:
         "worker-startup-check-interval": 1,
         "shutdown-grace-period-secs": _STOP_GRACE_S,
         "prometheus-host": config.host,
-        "prometheus-port": free_port(config.host, config.metrics_port),
+        "prometheus-port": free_port(config.host, config.metrics_port, "router.metrics_port"),
         "log-level": "warn",
     }
     for name, value in options.items():
@@ -115,7 +115,7 @@ class Router:
         """
         self.stop()
         host = self._config.host
-        chosen = free_port(host, port or self._config.port)
+        chosen = free_port(host, port or self._config.port, "router.port")
         url = f"http://{host}:{chosen}"
         self._process = ServerProcess(router_command(self._config, chosen), dict(os.environ), url, self._log)
         self._process.wait_ready(START_TIMEOUT_S)
