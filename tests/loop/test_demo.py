@@ -106,7 +106,7 @@ def test_the_whole_loop(setting: Setting, tmp_path: Path, drafter: str) -> None:
     shm: set[Path] = set()
     with (tmp_path / "output").open("w") as output:
         process = subprocess.Popen(
-            setting.command(out, "--minutes", "2.5", "--seed", "3", "--drafter", drafter),
+            setting.command(out, "--minutes", "2", "--seed", "3", "--drafter", drafter),
             env=os.environ | mark, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         try:
@@ -143,7 +143,7 @@ def test_the_whole_loop(setting: Setting, tmp_path: Path, drafter: str) -> None:
     assert summary.capture_overhead.ratio_on_off is not None
 
     assert report_is_whole(out)
-    assert load_config(out / "config.yaml").demo.minutes == 2.5
+    assert load_config(out / "config.yaml").demo.minutes == 2
     newest = Manifest.load(out / "checkpoints" / summary.drafter.versions[-1])
     assert newest.parent == summary.drafter.versions[-2]
     assert newest.lineage.train_steps > 0

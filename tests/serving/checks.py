@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 
 from draftloop.core.records import CaptureRecord, VerifyStep
 from draftloop.sglang.client import ServerClient
-from draftloop.sglang.swap import ALIASED, server_checksums
+from draftloop.sglang.held_tensors import ALIASED
+from draftloop.sglang.swap import server_checksums
 
 from .conftest import CHUNK, CONFIG, Answer, Served
 
@@ -71,7 +72,7 @@ def assert_steps_add_up(answer: Answer, record: CaptureRecord) -> None:
 
 def checksums(served: Served) -> dict[str, str]:
     with ServerClient(served.url) as client:
-        return client.draft_checksums(ALIASED)
+        return client.draft_checksums(ALIASED["eagle3"])
 
 
 def checksums_of(folder: Path) -> dict[str, str]:

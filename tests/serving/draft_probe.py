@@ -6,9 +6,7 @@ SGLang finds it by the entry point that the test lays on the server's PYTHONPATH
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +15,7 @@ MODELS = ("sglang.srt.models.llama_eagle3.LlamaForCausalLMEagle3", "sglang.srt.m
 
 
 def load() -> None:
-    if multiprocessing.parent_process() is None or "sglang.srt.managers.scheduler" not in sys.modules:
-        return
+    """In the server's first process, from which the scheduler is forked on a CPU."""
     from safetensors.torch import save_file
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

@@ -32,7 +32,7 @@ class TargetConfig(_Section):
 class DrafterConfig(_Section):
     """The drafter's kind and shape."""
 
-    kind: Literal["eagle3", "dflash"] = "eagle3"
+    kind: Literal["eagle1", "eagle3", "dflash"] = "eagle3"
     checkpoint: Path | None = Field(None, description="start from this drafter instead of an untrained one")
     draft_vocab_size: int = Field(4096, ge=16, description="EAGLE-3: rows of its own head")
     num_layers: int = Field(2, ge=1, description="DFlash: layers of the drafter (the paper: 5)")

@@ -15,12 +15,12 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
 
 from draftloop.capture.ring import RingOwner
 from draftloop.core.config import Config
 from draftloop.core.errors import HookError
 from draftloop.drafters.load.shapes import PLAIN, Shape
+from draftloop.sglang.algorithms import Algorithm
 from draftloop.sglang.exact_rows import exact_hooks
 from draftloop.sglang.hooks import Hook, front_hooks, problem_with, tap_hooks
 from draftloop.sglang.load import load_hooks
@@ -32,7 +32,7 @@ from draftloop.sglang.tap import Tap, TapSettings
 
 RING_BYTES = 1 << 20
 TIMEOUT_S = 180.0
-ALGORITHMS: tuple[Literal["EAGLE3", "DFLASH"], ...] = ("EAGLE3", "DFLASH")
+ALGORITHMS: tuple[Algorithm, ...] = ("EAGLE3", "DFLASH")
 
 
 @dataclass(frozen=True, slots=True)

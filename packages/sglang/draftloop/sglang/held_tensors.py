@@ -4,6 +4,7 @@ checkpoint                                   server
 midlayer.self_attn.{q,k,v}_proj.weight       model.layers.0.self_attn.qkv_proj.weight    [(q+2kv)*D, 2H]
 midlayer.mlp.{gate,up}_proj.weight           model.layers.0.mlp.gate_up_proj.weight      [2I, H]
 lm_head.weight  [Vd, H]                      lm_head.weight, rows padded to a multiple of 64
+NAME of an EAGLE-1 head                      model.NAME
 d2t  [Vd], offsets                           hot_token_id  [Vd], target ids
 """
 
@@ -17,8 +18,13 @@ import torch
 from draftloop.core.manifest import DrafterKind
 from draftloop.drafters.vocab import ids_from_offsets
 
-# The drafter's embedding is the target's own tensor: never pushed, never hashed.
-ALIASED = ("embed_tokens",)
+# Parts of tensor names that are the target's own tensors: never pushed, never hashed. An EAGLE-1 head borrows both.
+ALIASED: dict[DrafterKind, tuple[str, ...]] = {
+    "eagle1": ("embed_tokens", "lm_head"),
+    "eagle2": ("embed_tokens", "lm_head"),
+    "eagle3": ("embed_tokens",),
+    "dflash": ("embed_tokens",),
+}
 VOCAB_MAP = "hot_token_id"
 # SGLang pads a head's rows to this multiple (layers/vocab_parallel_embedding.py).
 VOCAB_PADDING = 64
@@ -43,6 +49,8 @@ def server_tensors(state: Mapping[str, torch.Tensor], kind: DrafterKind) -> dict
             held[whole] = torch.cat([state[name.replace(f"{fused[1]}_proj", f"{part}_proj")] for part in parts])
     if kind == "dflash":
         return held
+    if kind != "eagle3":
+        return {f"model.{name}": tensor for name, tensor in held.items()}
     offsets = held.pop("d2t", None)
     head = held.pop("lm_head.weight")
     named = {f"model.{name.replace('midlayer', 'layers.0')}": tensor for name, tensor in held.items()}

@@ -12,7 +12,6 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import draftloop.sglang.cpu
 from draftloop.core.config import Config, ServerConfig, TargetConfig
@@ -22,6 +21,7 @@ from draftloop.drafters.checkpoint import read_hf_config
 from draftloop.drafters.device import serving_dtype, use_cuda
 from draftloop.drafters.dflash import DflashConfig
 from draftloop.drafters.load.shapes import block_shapes, tree_shapes
+from draftloop.sglang.algorithms import ALGORITHMS, Algorithm
 from draftloop.sglang.client import ServerClient
 from draftloop.sglang.load.settings import LOAD_ENV, LoadSettings
 from draftloop.sglang.platform import PLATFORM_NAME
@@ -47,8 +47,8 @@ class Speculation:
     kind: DrafterKind = "eagle3"
 
     @property
-    def algorithm(self) -> Literal["EAGLE3", "DFLASH"]:
-        return "DFLASH" if self.kind == "dflash" else "EAGLE3"
+    def algorithm(self) -> Algorithm:
+        return ALGORITHMS[self.kind]
 
 
 def free_port(host: str, wanted: int | None, setting: str = "server.port") -> int:
@@ -96,7 +96,7 @@ def server_command(
             "speculative-draft-model-path": speculation.checkpoint,
             "weight-version": speculation.version,
         }
-        if speculation.algorithm == "EAGLE3":  # DFlash drafts one block, whose size its checkpoint tells
+        if speculation.algorithm != "DFLASH":  # DFlash drafts one block, whose size its checkpoint tells
             options |= {
                 "speculative-num-steps": config.num_steps,
                 "speculative-eagle-topk": config.topk,
@@ -124,7 +124,7 @@ def load_settings(config: Config, speculation: Speculation, folder: Path) -> Loa
     Only an eager server (on a CPU) runs Python every step; a chain has no confidences in SGLang.
     """
     server = config.server
-    chain = speculation.algorithm == "EAGLE3" and server.topk == 1
+    chain = speculation.algorithm != "DFLASH" and server.topk == 1
     if not config.speculation.follow_load or use_cuda(server.device) or chain:
         return None
     drafter = read_hf_config(speculation.checkpoint)

@@ -66,7 +66,7 @@ def swap(client: ServerClient, checkpoint: Path, slot: ServingSlot) -> SwapRepor
     manifest = verify_checkpoint(checkpoint, slot.serving.target, slot.serving.layer_ids)
     _check_same_shapes(checkpoint, manifest, slot.serving)
     expected = server_checksums(load_file(checkpoint / WEIGHTS_FILE), manifest.kind, slot.dtype, slot.cuda)
-    before = client.draft_checksums(ALIASED)
+    before = client.draft_checksums(ALIASED[manifest.kind])
     if set(before) != set(expected):
         odd = sorted(set(before) ^ set(expected))
         raise SwapError(
@@ -80,7 +80,7 @@ def swap(client: ServerClient, checkpoint: Path, slot: ServingSlot) -> SwapRepor
         "weight_version": manifest.version,
     }
     paused_ms, update_ms = _paused(client, lambda: _update(client, payload))
-    after = client.draft_checksums(ALIASED)
+    after = client.draft_checksums(ALIASED[manifest.kind])
     if after != expected:
         raise SwapError(_diagnose(client, manifest, slot.serving.version, before, after))
     return SwapReport(manifest.version, paused_ms, update_ms, checksum_ok=True)

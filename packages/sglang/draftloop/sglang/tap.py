@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from draftloop.capture.tap_writer import TapWriter
 from draftloop.capture.wire import Chunk
 from draftloop.core.config import CapturePolicy
 from draftloop.core.records import VerifyStep
+from draftloop.sglang.algorithms import Algorithm
 from draftloop.sglang.host_copier import Emit, HostCopier, as_numpy
 from draftloop.sglang.labels import labels_of
 
@@ -48,7 +49,7 @@ class TapSettings(BaseModel):
 
     ring: str
     ring_mib: int | None = Field(None, ge=1)
-    algorithm: Literal["EAGLE3", "DFLASH"] = "EAGLE3"
+    algorithm: Algorithm = "EAGLE3"
     top_logits: int = Field(8, ge=0)
 
     @classmethod

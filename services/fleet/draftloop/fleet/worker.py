@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import ray
 
@@ -22,6 +22,7 @@ from draftloop.drafters.target import target_identity
 from draftloop.fleet.attached import UNNAMED_VERSION, drafter_of, ring_of
 from draftloop.fleet.counters import DecodeCounters, StepTally, WorkerSample, tally_steps
 from draftloop.fleet.stall import StallProbe
+from draftloop.sglang.algorithms import Algorithm
 from draftloop.sglang.client import ServerClient
 from draftloop.sglang.load.settings import LoadSettings, read_report
 from draftloop.sglang.server import (
@@ -117,7 +118,7 @@ class Worker:
         version: str = self._client.get("/model_info")["weight_version"]
         return version
 
-    def _open_tap(self, algorithm: Literal["EAGLE3", "DFLASH"]) -> TapSettings:
+    def _open_tap(self, algorithm: Algorithm) -> TapSettings:
         capture = self._config.capture
         name = f"draftloop-{uuid.uuid4().hex[:12]}"
         self._ring = RingOwner.create(name, capture.ring_mib * _MIB)

@@ -11,6 +11,7 @@ from draftloop.core.manifest import Manifest
 from draftloop.drafters.checkpoint import save_drafter
 from draftloop.drafters.dflash import DflashConfig, DflashDrafter
 from draftloop.drafters.drafter import Drafter
+from draftloop.drafters.eagle1 import Eagle1Config, Eagle1Drafter
 from draftloop.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from draftloop.drafters.target import TargetWeights, end_ids, load_target_weights, read_target_config, target_identity
 from draftloop.drafters.vocab import build_draft_vocab, count_tokens
@@ -26,10 +27,13 @@ def make_untrained(
     shape = read_target_config(target)
     weights = load_target_weights(target)
     drafter: Drafter
-    if config.kind == "dflash":
-        drafter = _untrained_dflash(shape, weights, config, seed)
-    else:
-        drafter = _untrained_eagle3(shape, weights, config, prompt_tokens, seed)
+    match config.kind:
+        case "eagle1":
+            drafter = Eagle1Drafter.untrained(Eagle1Config.for_target(shape, config.intermediate_size), seed)
+        case "eagle3":
+            drafter = _untrained_eagle3(shape, weights, config, prompt_tokens, seed)
+        case "dflash":
+            drafter = _untrained_dflash(shape, weights, config, seed)
     return save_drafter(
         folder, drafter.shape, drafter.state_dict(), version=version, parent=None, target=target_identity(target)
     )

@@ -6,11 +6,12 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from draftloop.drafters.load.shapes import Shape
+from draftloop.sglang.algorithms import Algorithm
 
 LOAD_ENV = "DRAFTLOOP_LOAD"
 REPORT_FILE = "speculation.json"
@@ -24,7 +25,7 @@ class LoadSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     folder: Path
-    algorithm: Literal["EAGLE3", "DFLASH"] = "EAGLE3"
+    algorithm: Algorithm = "EAGLE3"
     shapes: tuple[Shape, ...]
     margin: float = Field(0.03, ge=0.0)
 
