@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftloop.capture.ring import RingError, RingOwner, RingReader, RingWriter
+from draftloop.capture.ring import RingError, RingOwner, RingReader, RingWriter, new_ring_name
 
 _PRODUCER = """
 import random, sys, time, zlib
@@ -156,6 +156,21 @@ def test_killed_owner_leaves_nothing(tmp_path: Path) -> None:
     while (Path("/dev/shm") / name).exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not (Path("/dev/shm") / name).exists()
+
+
+def test_a_new_name_takes_the_rings_of_dead_owners_along() -> None:
+    gone = run_python("import os; print(os.getpid())")
+    gone.communicate()
+    dead, mine = Path(f"/dev/shm/draftloop-{gone.pid}-left"), Path(f"/dev/shm/draftloop-{os.getpid()}-kept")
+    for file in (dead, mine):
+        file.write_bytes(b"ring")
+    try:
+        name = new_ring_name()
+        assert name.startswith(f"draftloop-{os.getpid()}-")
+        assert not dead.exists()
+        assert mine.exists()
+    finally:
+        mine.unlink()
 
 
 def test_one_line_errors(owner: RingOwner) -> None:

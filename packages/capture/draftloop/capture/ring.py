@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.shared_memory import SharedMemory
@@ -38,6 +39,7 @@ _CAPACITY = 1
 _HEAD, _WRITTEN, _DROPPED, _DROPPED_BYTES = range(_LINE_WORDS, _LINE_WORDS + 4)
 _RECORDS_DROPPED, _RECORDS_THROTTLED, _RECORDS_WITHDRAWN = range(_LINE_WORDS + 4, _LINE_WORDS + 7)
 _TAIL, _READ = range(2 * _LINE_WORDS, 2 * _LINE_WORDS + 2)
+_NAME_PREFIX = "draftloop-"
 _SHM_DIR = Path("/dev/shm")
 
 
@@ -67,6 +69,18 @@ class RingCounters:
     def pending(self) -> int:
         """Messages written and not yet read."""
         return self.written - self.read
+
+
+def new_ring_name() -> str:
+    """A name that tells its owner's process; rings of owners that are dead are removed on the way.
+
+    Python's resource tracker removes a killed owner's ring, unless whoever kills takes its whole process group.
+    """
+    for file in _SHM_DIR.glob(f"{_NAME_PREFIX}*-*"):
+        owner = file.name.removeprefix(_NAME_PREFIX).partition("-")[0]
+        if owner.isdigit() and not Path(f"/proc/{owner}").exists():
+            file.unlink(missing_ok=True)
+    return f"{_NAME_PREFIX}{os.getpid()}-{uuid.uuid4().hex[:12]}"
 
 
 class _Ring:

@@ -15,6 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,9 @@ from draftloop.fleet.router_keeper import AttachedRouter, RouterKeeper
 from draftloop.generator.prompts import chat_tokens, load_prompts
 from draftloop.refresher.control import ControlServer
 from draftloop.refresher.controller import Controller, Paths, copy_checkpoint
+from draftloop.refresher.fleet_figures import FleetFigures
+from draftloop.refresher.loop import LoopState
+from draftloop.refresher.metrics import Exporter, TrafficTotals
 from draftloop.refresher.rollout import Rollout
 from draftloop.refresher.state import FleetState
 from draftloop.refresher.training import Training
@@ -49,8 +53,9 @@ QUIET = ("train_step", "progress")
 class Journalist:
     """Events of one run: into events.jsonl, and the decisions among them as a line on the terminal. Thread-safe."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, exporter: Exporter) -> None:
         self._log = EventLog(path)
+        self._exporter = exporter
         self._lock = threading.Lock()
         self._started = time.monotonic()
 
@@ -61,6 +66,7 @@ class Journalist:
     def emit(self, kind: EventKind, **data: Any) -> None:
         with self._lock:
             self._log.emit(kind, **data)
+            self._exporter.event(kind, data)
             if kind not in QUIET:
                 said = " ".join(f"{key}={value}" for key, value in data.items() if key != "t_s" and value is not None)
                 typer.echo(f"{time.strftime('%H:%M:%S')} {kind} {said}")
@@ -80,10 +86,11 @@ def run_fleet(config: Config, root: Path, train: bool, router: str | None) -> No
         save_config(config, folder.config)
         state = FleetState.load(root) or _first_state(config, target, folder, router)
         state.save(root)
-        journal = Journalist(folder.events)
+        exporter = Exporter(config.metrics)
+        journal = Journalist(folder.events, exporter)
         journal.emit("run_started", t_s=0.0, target=target.name, drafter=state.rollout.promoted)
-        with RaySession(f"draftloop-{hashlib.sha256(str(root).encode()).hexdigest()[:12]}") as session:
-            _control(config, target, folder, state, train, router, session.durable, journal)
+        with exporter, RaySession(f"draftloop-{hashlib.sha256(str(root).encode()).hexdigest()[:12]}") as session:
+            _control(config, target, folder, state, train, router, session.durable, journal, exporter)
         journal.emit("run_finished", t_s=journal.now())
 
 
@@ -96,6 +103,7 @@ def _control(
     router: str | None,
     durable: bool,
     journal: Journalist,
+    exporter: Exporter,
 ) -> None:
     paths = Paths(folder.root, folder.checkpoints)
 
@@ -126,6 +134,7 @@ def _control(
             "promote": lambda body: {"version": controller.promote(Path(body["checkpoint"]))},
         },
     )
+    meter = Meter(exporter)
     try:
         controller.open()
         if training is not None:
@@ -133,12 +142,33 @@ def _control(
         with server, contextlib.suppress(KeyboardInterrupt):
             while True:
                 controller.tick()
+                meter.turn(controller, training)
                 time.sleep(fleet_config.tick_s)
     finally:
         _ignore_signals()
         if training is not None:
             training.finish()
         controller.fleet.stop()
+
+
+class Meter:
+    """Shows the fleet's figures to Prometheus, a window at a time."""
+
+    def __init__(self, exporter: Exporter) -> None:
+        self._exporter = exporter
+        self._figures = FleetFigures()
+        self._tokens = 0.0
+
+    def turn(self, controller: Controller, training: Training | None) -> None:
+        """Called often; does something when a window is full."""
+        if not self._figures.due:
+            return
+        fresh, figures = self._figures.close_window(controller.fleet.views(), controller.fleet.samples())
+        self._tokens += fresh
+        state = LoopState([controller.promoted]) if training is None else training.state(controller.promoted)
+        state = replace(state, captured=controller.captured)
+        # Requests are counted where they come in: by the router, which Prometheus scrapes too.
+        self._exporter.observe(state, TrafficTotals(0, 0, int(self._tokens)), figures)
 
 
 def _ignore_signals() -> None:

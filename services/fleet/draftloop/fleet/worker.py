@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from draftloop.capture.collector import Collector, CollectorCounts
-from draftloop.capture.ring import RingOwner
+from draftloop.capture.ring import RingOwner, new_ring_name
 from draftloop.capture.transport import Delivery, Outbox, Receipt
 from draftloop.core.config import CapturePolicy, Config
 from draftloop.core.errors import DraftloopError, HookError, ServerError
@@ -120,7 +120,7 @@ class Worker:
 
     def _open_tap(self, algorithm: Algorithm) -> TapSettings:
         capture = self._config.capture
-        name = f"draftloop-{uuid.uuid4().hex[:12]}"
+        name = new_ring_name()
         self._ring = RingOwner.create(name, capture.ring_mib * _MIB)
         self._collector = Collector(name, capture.buffer_mib * _MIB)
         # Until the warm-up request is seen, everything is captured.

@@ -103,6 +103,11 @@ class Controller:
         return self._state.rollout.promoted
 
     @property
+    def captured(self) -> CollectorCounts:
+        """What all servers captured so far."""
+        return self._captured.total
+
+    @property
     def idle(self) -> bool:
         """No roll-out is under way."""
         return self._state.rollout.stage == "steady"

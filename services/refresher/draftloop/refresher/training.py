@@ -18,7 +18,7 @@ from draftloop.drafters.device import use_cuda
 from draftloop.fleet.fleet import Emit
 from draftloop.fleet.ray_errors import one_line
 from draftloop.refresher.controller import BusyError, Controller, Paths
-from draftloop.refresher.loop import Refresher
+from draftloop.refresher.loop import LoopState, Refresher
 from draftloop.trainer.trainer import TrainerActor
 
 RESTART_AFTER_S = 2.0
@@ -122,6 +122,10 @@ class Training(threading.Thread):
             with contextlib.suppress(RayError, ValueError):
                 ray.kill(self._trainer)
         self._trainer = None
+
+    def state(self, serving: str) -> LoopState:
+        """What the loop has done in this life of the trainer."""
+        return LoopState([serving]) if self._refresher is None else self._refresher.state
 
     def status(self) -> dict[str, Any]:
         """Plain JSON: steps, loss, and where the captured records are."""
