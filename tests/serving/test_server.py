@@ -10,10 +10,14 @@ The tests share one server (a start takes half a minute); each leaves the drafte
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import httpx
 import psutil
 import pytest
 from processes import shared_memory
@@ -59,6 +63,30 @@ def test_more_requests_than_may_run(served: Served) -> None:
     """Twice `max_running_requests`, so that some wait and join a running batch."""
     prompts = random_prompts(2 * CONFIG.server.max_running_requests, LENGTHS, seed=12)
     assert_greedy(served, served.ask(prompts, 24), 24)
+
+
+def test_a_grammar_holds_and_the_drafts_go_on(served: Served) -> None:
+    """Greedy and sampled, beside requests without one; a token outside the expression is never emitted."""
+    expression = "[abdiko]{24}"
+
+    def ask(temperature: float) -> dict[str, Any]:
+        body = {
+            "text": "bado kiru",
+            "sampling_params": {"regex": expression, "temperature": temperature, "max_new_tokens": 40},
+        }
+        response = httpx.post(f"{served.url}/generate", json=body, timeout=300, trust_env=False)
+        response.raise_for_status()
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    with ThreadPoolExecutor(4) as pool:
+        free = pool.submit(served.ask, random_prompts(3, [9], seed=19), 24)
+        bound = list(pool.map(ask, (0.0, 0.0, 1.0)))
+    assert_greedy(served, free.result(), 24)
+    assert bound[0]["text"] == bound[1]["text"]
+    for answer in bound:
+        assert re.fullmatch(expression, answer["text"].strip()), answer["text"]
+        assert answer["meta_info"]["spec_verify_ct"] > 0
 
 
 # --- capture

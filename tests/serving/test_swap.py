@@ -88,6 +88,19 @@ def test_a_swap_under_load_changes_the_drafter_and_no_token(served: Served, trai
     assert accept_length(back) == accept_length(before)
 
 
+def test_a_swap_waits_for_no_request(served: Served, trained: tuple[Path, Path]) -> None:
+    """One that runs for long is still running when the swap is over: nothing was drained."""
+    prompt = random_prompts(1, [12], seed=26)[0]
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(served.ask_one, prompt, 900)
+        while not served.worker.sample().running:
+            assert not long.done()
+        served.worker.swap(trained[0])
+        assert not long.done()
+        assert_greedy(served, [long.result()], 900)
+    served.worker.swap(served.drafter)
+
+
 def test_three_swaps_in_a_row(served: Served, trained: tuple[Path, Path]) -> None:
     prompts = random_prompts(3, LENGTHS[:3], seed=22)
     plain = [answer.output for answer in served.ask(prompts, 16)]

@@ -10,7 +10,6 @@ compare checksums                     the server's tensors against the checkpoin
 from __future__ import annotations
 
 import base64
-import contextlib
 import hashlib
 import io
 import time
@@ -89,13 +88,11 @@ def swap(client: ServerClient, checkpoint: Path, slot: ServingSlot) -> SwapRepor
     return SwapReport(manifest.version, paused_ms, update_ms, checksum_ok=True)
 
 
-def free_of_killed_swap(client: ServerClient) -> None:
-    """End what a swap whose process was killed may have left: an open session, and a pause that nobody would end.
+def end_forgotten_pause(client: ServerClient) -> None:
+    """Let a server go on that a swap whose process was killed left paused; harmless to one that runs.
 
-    For a caller that did not see the last swap end; harmless otherwise.
+    A session that was left open is ended by the next swap, in its own pause: outside one SGLang would first drain.
     """
-    with contextlib.suppress(ServerError):  # what SGLang answers when no session is open
-        client.post("/end_weight_update", {})
     client.post("/continue_generation", {"torch_empty_cache": False})
 
 
@@ -111,7 +108,12 @@ def _check_same_shapes(checkpoint: Path, manifest: Manifest, serving: Manifest) 
 
 
 def _update(client: ServerClient, payload: dict[str, Any]) -> None:
-    client.post("/begin_weight_update", {"selector": "draft"})
+    selector = {"selector": "draft"}
+    try:
+        client.post("/begin_weight_update", selector)
+    except ServerError:  # a killed swap left its session open; anything else fails again
+        client.post("/end_weight_update", {})
+        client.post("/begin_weight_update", selector)
     try:
         client.post("/update_weights_from_tensor", payload)
     finally:

@@ -33,7 +33,7 @@ from draftloop.sglang.server import (
     server_command,
     server_environment,
 )
-from draftloop.sglang.swap import ServingSlot, SwapReport, free_of_killed_swap, swap
+from draftloop.sglang.swap import ServingSlot, SwapReport, end_forgotten_pause, swap
 from draftloop.sglang.tap import TapSettings
 from draftloop.trainer.ray_transport import make_transport
 
@@ -212,7 +212,7 @@ class Worker:
             raise ServerError("this server decodes plainly; there is no drafter to swap")
         cuda = use_cuda(self._config.server.device)
         slot = ServingSlot(self._serving, serving_dtype(self._config.target.dtype, cuda), cuda)
-        free_of_killed_swap(self._client)
+        end_forgotten_pause(self._client)
         probe_id = f"{UNCAPTURED_DOMAIN}--{uuid.uuid4().hex}"
         with StallProbe(self._client.base_url, probe_id, self._config.target.context_length) as probe:
             report = swap(self._client, checkpoint, slot)
