@@ -111,7 +111,7 @@ def load_drafter(folder: Path) -> tuple[Eagle3Drafter, Manifest]:
 
 
 def verify_checkpoint(folder: Path, target: TargetIdentity, layer_ids: Iterable[int]) -> Manifest:
-    """Make every check of `load_drafter`, and that the drafter fits this target and server."""
+    """Make every check of `load_any`, and that the drafter fits this target and server."""
     check_fits(Manifest.load(folder), target, layer_ids)
     return _read_checked(folder)[2]
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from draftloop.cli.options import FLEET_FOLDER, SetOption, user_errors
 from draftloop.core.config import load_config, save_config
-from draftloop.core.errors import USER_ERROR_EXIT_CODE, ConfigError, DraftloopError
+from draftloop.core.errors import ConfigError
 
 # The modules behind the commands are imported late: numpy and torch take seconds that bad input should not cost.
 
-RUN = Path("runs/fleet")
 RunOption = Annotated[Path, typer.Option("--out", help="The run's folder.")]
 
 
@@ -31,32 +28,32 @@ def add_data_commands(app: typer.Typer) -> None:
     app.command()(delete)
 
 
-def show(context: typer.Context, out: RunOption = RUN) -> None:
+def show(context: typer.Context, out: RunOption = FLEET_FOLDER) -> None:
     """List a run's drafters: parent, state, the data they learnt from, the gate's figure."""
     if context.invoked_subcommand is None:
         from draftloop.cli.versions import show_versions
 
-        with _user_errors():
+        with user_errors():
             show_versions(out, Console())
 
 
-def diff(one: str, other: str, out: RunOption = RUN) -> None:
+def diff(one: str, other: str, out: RunOption = FLEET_FOLDER) -> None:
     """Show what differs between two versions."""
     from draftloop.cli.versions import show_difference
 
-    with _user_errors():
+    with user_errors():
         show_difference(out, one, other, Console())
 
 
 def record(
     file: Path,
-    out: RunOption = RUN,
+    out: RunOption = FLEET_FOLDER,
     minutes: Annotated[float, typer.Option(help="How far back from the newest record.")] = 60.0,
 ) -> None:
     """Save a stretch of captured traffic (token ids and states) to a file, also while the run goes on."""
     from draftloop.cli.data import record as save
 
-    with _user_errors():
+    with user_errors():
         typer.echo(f"{file}: {save(out, file, minutes)}")
 
 
@@ -66,12 +63,12 @@ def replay(
     out: Annotated[Path, typer.Option(help="New folder for the versions.")] = Path("runs/replay"),
     steps: Annotated[int, typer.Option(min=1, help="Optimiser steps between two tries of the gate.")] = 100,
     config: Annotated[Path | None, typer.Option(help="A draftloop.yaml; a run keeps its own as config.yaml.")] = None,
-    override: Annotated[list[str] | None, typer.Option("--set", help="section.key=value; may be repeated.")] = None,
+    override: SetOption = None,
 ) -> None:
     """Refresh a drafter from recorded traffic, with no server: the same file and seed give the same versions."""
     from draftloop.cli.data import replay as refresh
 
-    with _user_errors():
+    with user_errors():
         settings = load_config(config, override or [])
         for line in refresh(settings, file, drafter, out, steps):
             typer.echo(line)
@@ -79,25 +76,16 @@ def replay(
 
 
 def delete(
-    out: RunOption = RUN,
+    out: RunOption = FLEET_FOLDER,
     request_id: Annotated[str | None, typer.Option(help="Forget this request.")] = None,
     tenant: Annotated[str | None, typer.Option(help="Forget all that this tenant has sent so far.")] = None,
 ) -> None:
     """Erase a request's or a tenant's records, and mark the versions that learnt from them."""
     from draftloop.cli.data import delete as forget
 
-    with _user_errors():
+    with user_errors():
         if (request_id is None) == (tenant is None):
             raise ConfigError("give --request-id or --tenant, one of them")
         said = forget(out, "request", request_id) if request_id is not None else forget(out, "tenant", str(tenant))
         for line in said:
             typer.echo(line)
-
-
-@contextmanager
-def _user_errors() -> Iterator[None]:
-    try:
-        yield
-    except DraftloopError as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(USER_ERROR_EXIT_CODE)

@@ -11,9 +11,10 @@ from typing import Annotated, Any
 import typer
 
 from draftloop.cli.data_commands import add_data_commands
+from draftloop.cli.options import FLEET_FOLDER, ConfigOption, SetOption, user_errors
 from draftloop.cli.run_folder import open_run_folder
 from draftloop.core.config import Config, dump_config, load_config, save_config
-from draftloop.core.errors import USER_ERROR_EXIT_CODE, DraftloopError
+from draftloop.core.errors import USER_ERROR_EXIT_CODE
 from draftloop.core.summary import write_atomic
 
 INTERRUPTED_EXIT_CODE = 130
@@ -22,9 +23,6 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 add_data_commands(app)
 
 
-FLEET_FOLDER = Path("runs/fleet")
-ConfigOption = Annotated[Path | None, typer.Option(help="A draftloop.yaml.")]
-SetOption = Annotated[list[str] | None, typer.Option("--set", help="section.key=value; may be repeated.")]
 OutOption = Annotated[Path, typer.Option(help="The run's folder: state, checkpoints, logs, control token.")]
 
 
@@ -51,7 +49,7 @@ def demo(
     prompts: Annotated[
         Path | None, typer.Option(help="JSONL or Parquet with `messages` or `prompt`; default: built in.")
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="A draftloop.yaml.")] = None,
+    config: ConfigOption = None,
     override: Annotated[
         list[str] | None, typer.Option("--set", help="section.key=value, over the config; may be repeated.")
     ] = None,
@@ -68,11 +66,8 @@ def demo(
     if prompts is not None:
         overrides.append(f"traffic.prompts={prompts}")
     try:
-        settings = load_config(config, overrides)
-        report = _demo(settings, out, resume)
-    except DraftloopError as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(USER_ERROR_EXIT_CODE)
+        with user_errors():
+            report = _demo(load_config(config, overrides), out, resume)
     except KeyboardInterrupt:
         typer.echo(f"interrupted; what was done so far: {out}/report.html", err=True)
         sys.exit(INTERRUPTED_EXIT_CODE)
@@ -143,15 +138,12 @@ def promote(checkpoint: Annotated[Path, typer.Argument()], out: OutOption = FLEE
 
 @app.command("config")
 def print_config(
-    config: Annotated[Path | None, typer.Option(help="A draftloop.yaml.")] = None,
-    override: Annotated[list[str] | None, typer.Option("--set", help="section.key=value; may be repeated.")] = None,
+    config: ConfigOption = None,
+    override: SetOption = None,
 ) -> None:
     """Print the resolved config as YAML: a start for your own draftloop.yaml."""
-    try:
+    with user_errors():
         typer.echo(dump_config(load_config(config, override or [])), nl=False)
-    except DraftloopError as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(USER_ERROR_EXIT_CODE)
 
 
 @app.command()
@@ -160,10 +152,10 @@ def simulate(
     seed: Annotated[int, typer.Option(help="Seed of the simulated answers' lengths.")] = 0,
     markdown: Annotated[Path | None, typer.Option(help="Write the table and its assumptions to this file.")] = None,
     config: Annotated[Path | None, typer.Option(help="A draftloop.yaml; its `simulate` section is the fleet.")] = None,
-    override: Annotated[list[str] | None, typer.Option("--set", help="section.key=value; may be repeated.")] = None,
+    override: SetOption = None,
 ) -> None:
     """Predict what refreshing would bring a fleet: speed-up, break-even, network load."""
-    try:
+    with user_errors():
         settings = load_config(config, override or [])
         from draftloop.cli.simulate import as_markdown, simulate_fleets
 
@@ -172,58 +164,47 @@ def simulate(
         typer.echo(text, nl=False)
         if markdown is not None:
             write_atomic(markdown, text)
-    except DraftloopError as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(USER_ERROR_EXIT_CODE)
 
 
 @app.command()
 def plan(
-    config: Annotated[Path | None, typer.Option(help="A draftloop.yaml.")] = None,
-    override: Annotated[list[str] | None, typer.Option("--set", help="section.key=value; may be repeated.")] = None,
+    config: ConfigOption = None,
+    override: SetOption = None,
 ) -> None:
     """Say what a config puts on each GPU and whether it fits, before anything starts."""
-    try:
+    with user_errors():
         settings = load_config(config, override or [])
         from rich.console import Console
 
         from draftloop.cli.plan import plan_cards, show
 
         fits = show(plan_cards(settings), settings, Console())
-    except DraftloopError as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(USER_ERROR_EXIT_CODE)
     sys.exit(0 if fits else USER_ERROR_EXIT_CODE)
 
 
 @app.command()
 def doctor(
-    config: Annotated[Path | None, typer.Option(help="A draftloop.yaml.")] = None,
-    override: Annotated[list[str] | None, typer.Option("--set", help="section.key=value; may be repeated.")] = None,
+    config: ConfigOption = None,
+    override: SetOption = None,
 ) -> None:
     """Check packages, device, memory, disk, port, target and every hook into SGLang."""
-    try:
+    with user_errors():
         settings = load_config(config, override or [])
         from rich.console import Console
 
         from draftloop.cli.doctor import examine, show
 
         fine = show(examine(settings), Console())
-    except DraftloopError as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(USER_ERROR_EXIT_CODE)
     sys.exit(0 if fine else USER_ERROR_EXIT_CODE)
 
 
 def _fleet(config: Path | None, overrides: list[str] | None, out: Path, *, train: bool, router: str | None) -> None:
     try:
-        settings = load_config(config, overrides or [])
-        from draftloop.cli.fleet import run_fleet
+        with user_errors():
+            settings = load_config(config, overrides or [])
+            from draftloop.cli.fleet import run_fleet
 
-        run_fleet(settings, out.resolve(), train, router)
-    except DraftloopError as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(USER_ERROR_EXIT_CODE)
+            run_fleet(settings, out.resolve(), train, router)
     except KeyboardInterrupt:  # before or after the fleet ran; what ran is gone
         sys.exit(INTERRUPTED_EXIT_CODE)
     typer.echo("stopped; start the same command again to go on")
@@ -232,11 +213,8 @@ def _fleet(config: Path | None, overrides: list[str] | None, out: Path, *, train
 def _ask(out: Path, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
     from draftloop.refresher.control import call_controller
 
-    try:
+    with user_errors():
         return call_controller(out, path, body)
-    except DraftloopError as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(USER_ERROR_EXIT_CODE)
 
 
 def _demo(config: Config, out: Path, resume: bool) -> Path:

@@ -174,8 +174,9 @@ class Refresher:
         if not decision.promote:
             self._refuse(gate, decision.reason)
             return
-        metrics = {"accept_length": after.accept_length, "parent_accept_length": before.accept_length}
-        folder: Path = ray.get(self._trainer.save_candidate.remote(self._checkpoints / version, version, metrics))
+        folder: Path = ray.get(
+            self._trainer.save_candidate.remote(self._checkpoints / version, version, comparison.metrics)
+        )
         self._emit("promoted", t_s=self._now(), reason=decision.reason, **gate)
         self._put_in_service(folder, version)
 

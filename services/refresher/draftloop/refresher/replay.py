@@ -63,8 +63,7 @@ class Replay:
         if not decision.promote:
             self._emit("refused", t_s=t_s, reason=decision.reason, **gate)
             return
-        metrics = {"accept_length": after.accept_length, "parent_accept_length": before.accept_length}
-        folder = self._trainer.save_candidate(self._checkpoints / version, version, metrics)
+        folder = self._trainer.save_candidate(self._checkpoints / version, version, comparison.metrics)
         self._registry.add(folder)
         self._registry.move(version, "promoted", decision.reason)
         self._trainer.promoted(folder)

@@ -53,6 +53,14 @@ class Comparison:
     before: GateScore
     after: GateScore
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What the candidate's manifest keeps of it."""
+        return {
+            "accept_length": self.after.accept_length,
+            "parent_accept_length": self.before.accept_length,
+        }
+
 
 class Trainer:
     """Holds the replay buffer, the drafter in training and the one in service."""
