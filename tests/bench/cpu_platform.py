@@ -3,7 +3,7 @@
     python tests/bench/cpu_platform.py [--rounds 5] [--threads 2]
 
 Three servers (plain, trees of 8 and of 16 nodes) and transformers in this process take turns, so that a noisy moment
-meets all of them. Last line, JSON:
+meets all of them; those whose turn it is not are suspended. Last line, JSON:
 
     plain_b1_ratio, plain_b16_ratio   tokens/s of plain decoding, batch 1 and 16, over `generate` at batch 1
     verify8_cost, verify16_cost       seconds of a target forward over a tree of N nodes over those of one token
@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from serving import Resting
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from draftloop.core.config import Config, load_config
@@ -46,19 +47,21 @@ IMPORT = "import sglang, sys; from safetensors.torch import load_file; load_file
 
 @dataclass(frozen=True)
 class Server:
-    """A running server, the file of its forwards, and how long it took to answer."""
+    """A server, which rests between its turns, the file of its forwards, and how long it took to answer."""
 
     url: str
     forwards: Path
     start_s: float
+    resting: Resting
 
     def speed(self, prompts: Sequence[Sequence[int]]) -> float:
         """Generated tokens a second, all prompts at once."""
-        start = time.perf_counter()
-        answers = asyncio.run(
-            generate_batch(self.url, prompts, TOKENS, domain="bench", concurrency=len(prompts), ignore_eos=True)
-        )
-        return sum(answer.completion_tokens for answer in answers) / (time.perf_counter() - start)
+        with self.resting.awake():
+            start = time.perf_counter()
+            answers = asyncio.run(
+                generate_batch(self.url, prompts, TOKENS, domain="bench", concurrency=len(prompts), ignore_eos=True)
+            )
+            return sum(answer.completion_tokens for answer in answers) / (time.perf_counter() - start)
 
     def forward_s(self, mode: str, tokens: int) -> list[float]:
         """Seconds of every forward of `tokens` tokens at batch 1."""
@@ -76,13 +79,15 @@ def serving(target: Path, config: Config, drafter: Path | None, scratch: Path, n
     forwards = scratch / f"{name}.forwards"
     command = [sys.executable, str(TIMED_SERVER), str(forwards), *plain[3:]]
     url = f"http://127.0.0.1:{port}"
-    start = time.perf_counter()
-    process = ServerProcess(command, server_environment(config, None), url, scratch / f"{name}.log")
-    try:
-        process.wait_ready(config.server.start_timeout_s)
-        yield Server(url, forwards, time.perf_counter() - start)
-    finally:
-        process.stop()
+    resting, start = Resting(), time.perf_counter()
+    with contextlib.ExitStack() as stack:
+        with resting.watch():
+            process = ServerProcess(command, server_environment(config, None), url, scratch / f"{name}.log")
+            stack.callback(process.stop)
+            process.wait_ready(config.server.start_timeout_s)
+            ready = time.perf_counter() - start
+        stack.callback(resting.resume)
+        yield Server(url, forwards, ready, resting)
 
 
 def bare_start_s(target: Path) -> float:

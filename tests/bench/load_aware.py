@@ -19,15 +19,14 @@ import asyncio
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
-from serving import speculative_worker
+from serving import Resting, speculative_worker
 from transformers import AutoTokenizer
 
 from draftloop.core.config import load_config
@@ -49,27 +48,11 @@ HELD_OUT = 32
 
 @dataclass(frozen=True)
 class Server:
-    """A worker and its processes, which rest while another is measured."""
+    """A worker, which rests while another is measured."""
 
     url: str
     worker: Worker
-    processes: tuple[psutil.Process, ...]
-
-    def resume(self) -> None:
-        for process in self.processes:
-            process.resume()
-
-    @contextmanager
-    def awake(self) -> Iterator[None]:
-        self.resume()
-        try:
-            yield
-        finally:
-            self.suspend()
-
-    def suspend(self) -> None:
-        for process in self.processes:
-            process.suspend()
+    resting: Resting
 
 
 @dataclass(frozen=True)
@@ -82,12 +65,10 @@ class Setting:
 
 
 def start(worker: Worker, drafter: Path | None) -> Server:
-    before = {process.pid for process in psutil.Process().children(recursive=True)}
-    url = worker.start(drafter)
-    mine = [process for process in psutil.Process().children(recursive=True) if process.pid not in before]
-    server = Server(url, worker, tuple(mine))
-    server.suspend()
-    return server
+    resting = Resting()
+    with resting.watch():
+        url = worker.start(drafter)
+    return Server(url, worker, resting)
 
 
 def decode(setting: Setting, batches: Sequence[Sequence[tuple[int, ...]]], tokens: int) -> float:
@@ -100,7 +81,7 @@ def decode(setting: Setting, batches: Sequence[Sequence[tuple[int, ...]]], token
             )
         )
 
-    with setting.server.awake():
+    with setting.server.resting.awake():
         if setting.server.worker.load_folder.exists():
             pin(setting.server.worker.load_folder, setting.pinned)
         ask([prompt for prompts in batches for prompt in prompts], 1)
@@ -186,7 +167,7 @@ def measure_all(
         result["batches"][batch] = against_best(compare(settings, rounds, at(batch)))
         print(f"batch {batch}: {result['batches'][batch]}", flush=True)
     result["mixed"] = against_best(compare(settings, max(2, rounds // 2), trace))
-    with follows.server.awake():
+    with follows.server.resting.awake():
         time.sleep(EVERY_S)
         decode(follows, [some(1, 0)], 2 * tokens)
     said = json.loads((follows.server.worker.load_folder / REPORT_FILE).read_text(encoding="utf-8"))
@@ -219,7 +200,7 @@ def main() -> None:
             stack.callback(worker.stop)
         speculative, plain = start(workers[0], drafter), start(workers[1], None)
         for server in (speculative, plain):
-            stack.callback(server.resume)  # a suspended process would not hear that it is to stop
+            stack.callback(server.resting.resume)
         settings = [Setting("follows", speculative), Setting("plain", plain)]
         settings += [Setting(str(shape), speculative, (shape,)) for shape in FIXED]
         result = measure_all(settings, heldout_prompts(target), arguments.rounds, arguments.tokens)

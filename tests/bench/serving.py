@@ -1,13 +1,15 @@
-"""What the serving benches share: a SmolLM2 worker with an untrained drafter, without Ray."""
+"""What the serving benches share: a SmolLM2 worker with an untrained drafter, without Ray; servers that rest while
+another is measured."""
 
 from __future__ import annotations
 
 import contextlib
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 from transformers import AutoTokenizer
 
 from draftloop.core.config import Config, load_config
@@ -15,6 +17,38 @@ from draftloop.fleet.worker import Worker
 from draftloop.generator.prompts import Prompt, builtin_prompts
 from draftloop.sglang.target import resolve_target
 from draftloop.trainer.day0 import make_untrained
+
+
+@dataclass
+class Resting:
+    """The processes started within `watch`. An idle server polls: two of them would slow a third one down."""
+
+    processes: list[psutil.Process] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """Note what is started here; it rests from the end on."""
+        before = set(psutil.Process().children(recursive=True))
+        yield
+        self.processes = [child for child in psutil.Process().children(recursive=True) if child not in before]
+        self.suspend()
+
+    @contextlib.contextmanager
+    def awake(self) -> Iterator[None]:
+        self.resume()
+        try:
+            yield
+        finally:
+            self.suspend()
+
+    def suspend(self) -> None:
+        for process in self.processes:
+            process.suspend()
+
+    def resume(self) -> None:
+        """To be called before a stop too: a suspended process would not hear of it."""
+        for process in self.processes:
+            process.resume()
 
 
 @dataclass(frozen=True)

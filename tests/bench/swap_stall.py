@@ -69,7 +69,7 @@ def main() -> None:
     steps = [swap.step_ms for swap in done if swap.step_ms is not None]
     result = {
         "stall_p50_ms": round(statistics.median(stalls), 1),
-        "stall_p99_ms": round(statistics.quantiles(stalls, n=100)[-1], 1),
+        "stall_p99_ms": round(statistics.quantiles(stalls, n=100, method="inclusive")[-1], 1),
         "step_ms": round(statistics.median(steps), 1),
         "copy_ms": round(statistics.median(swap.report.update_ms for swap in idle), 1),
         "paused_p50_ms": round(statistics.median(swap.report.paused_ms for swap in done), 1),
