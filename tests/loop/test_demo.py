@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
+from device import DEVICE
 from processes import marked, new_mark, shared_memory
 from tiny_llama import TinyTarget, make_tiny_target
 
@@ -56,14 +57,14 @@ def setting(target: TinyTarget, tmp_path_factory: pytest.TempPathFactory) -> Set
         "target": {"path": str(target.folder), "context_length": 1024},
         "drafter": {"draft_vocab_size": 256},
         "server": {
-            "device": "cpu",
+            "device": DEVICE,
             "max_running_requests": 8,
             "max_total_tokens": 8192,
             "chunked_prefill_size": 64,
             "start_timeout_s": 420,
         },
         "capture": {"ring_mib": 8, "holdout_fraction": 0.3},
-        "trainer": {"device": "cpu", "batch_tokens": 256, "learning_rate": 3e-3},
+        "trainer": {"device": DEVICE, "batch_tokens": 256, "learning_rate": 3e-3},
         # A negative gain: on a slow machine the few steps of a short run need not have won anything yet.
         "gate": {"every_seconds": 4, "min_records": 2, "min_gain": -0.5, "domain_floor": 0.9, "max_eval_tokens": 1024},
         "traffic": {"concurrency": 4, "max_new_tokens": 24},

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from device import DEVICE, EXACT
 from tiny_llama import TinyTarget, random_prompts
 
 from draftloop.core.config import Config
@@ -27,7 +28,7 @@ CONFIG = Config.model_validate(
         "target": {"context_length": 1024, "dtype": "float32"},
         "drafter": {"draft_vocab_size": 256},
         "server": {
-            "device": "cpu",
+            **EXACT,
             "threads": 1,
             "num_steps": 3,
             "topk": 4,
@@ -39,7 +40,7 @@ CONFIG = Config.model_validate(
         },
         "speculation": {"follow_load": False},
         "capture": {"ring_mib": 16},
-        "trainer": {"device": "cpu", "batch_tokens": 256, "learning_rate": 3e-3},
+        "trainer": {"device": DEVICE, "batch_tokens": 256, "learning_rate": 3e-3},
     }
 )
 TRAINING_PROMPTS = random_prompts(24, [8, 12, 30], seed=1)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from device import DEVICE
 from safetensors.torch import load_file, save_file
 from tiny_llama import TinyTarget, make_tiny_target, random_prompts
 
@@ -33,7 +34,7 @@ def fleet_config(target: TinyTarget, folder: Path, **sections: dict[str, Any]) -
         "target": {"path": str(target.folder), "context_length": 1024},
         "drafter": {"draft_vocab_size": 256},
         "server": {
-            "device": "cpu",
+            "device": DEVICE,
             "threads": 1,
             "max_running_requests": 8,
             "max_total_tokens": 8192,
@@ -41,7 +42,7 @@ def fleet_config(target: TinyTarget, folder: Path, **sections: dict[str, Any]) -
             "start_timeout_s": 420,
         },
         "capture": {"ring_mib": 8, "holdout_fraction": 0.3},
-        "trainer": {"device": "cpu", "batch_tokens": 256, "learning_rate": 3e-3},
+        "trainer": {"device": DEVICE, "batch_tokens": 256, "learning_rate": 3e-3},
         "gate": {"every_seconds": 8, "min_records": 2, "max_eval_tokens": 512},
         "traffic": {"prompts": str(prompts)},
         "fleet": {"workers": 2, "backoff_s": 0.5, "health_timeout_s": 120},

@@ -4,6 +4,8 @@
     swap       hot swaps under load: the stall a streaming client sees, the copy, the checksums
     capture    paired batches with and without capture
 
+serve, swap and capture, each started alone, also run the serving tests of their part on the device.
+
 Random drafters are accepted hardly ever, so tokens/s tell the price of a step and not what speculation gains.
 """
 
@@ -11,7 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -42,6 +47,14 @@ DRY = (
     "server.max_running_requests=8", "server.max_total_tokens=8192", "server.start_timeout_s=420",
     "capture.ring_mib=16",
 )  # fmt: skip
+
+
+TESTS = {
+    "serve": ("test_server.py", "test_sampling.py"),
+    "swap": ("test_swap.py",),
+    "capture": ("test_tap.py",),
+}
+FOLDER = Path(__file__).parents[2] / "serving"
 
 
 @dataclass(frozen=True)
@@ -84,7 +97,27 @@ def measure(setting: Setting, names: Sequence[str]) -> list[Row]:
                     rows += _capture(server, plan)
                 if "swap" in names:
                     rows += _swap(server, drafters, plan)
+    if setting.alone:
+        rows += [_tests(stage, setting) for stage in names]
     return rows
+
+
+def _tests(stage: str, setting: Setting) -> Row:
+    """The serving tests of a stage, on the stage's device."""
+    environment = {**os.environ, "DRAFTLOOP_TEST_DEVICE": setting.device.type}
+    files = [str(FOLDER / name) for name in TESTS[stage]]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+    begin = time.monotonic()
+    left = max(60.0, setting.deadline - begin)
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=left)
+    except subprocess.TimeoutExpired:
+        return Row(stage, "serving tests", "left out", None, "", note="out of time: --minutes")
+    last = (done.stdout.strip() or done.stderr.strip() or "no output").splitlines()[-1]
+    if done.returncode != 0:
+        print(done.stdout, done.stderr, file=sys.stderr)
+    what = "tests" if done.returncode == 0 else "failed"
+    return Row(stage, "serving tests", what, time.monotonic() - begin, "s", note=last)
 
 
 def _config(setting: Setting, backend: str) -> Config:

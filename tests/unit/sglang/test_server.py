@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import psutil
 import pytest
@@ -69,6 +70,13 @@ def test_free_ports_can_be_bound() -> None:
     assert free_port("127.0.0.1", port) == port
     with pytest.raises(ServerError, match=r"999\.0\.0\.1"):
         free_port("999.0.0.1", None)
+
+
+@pytest.mark.parametrize("backend", ["flashinfer", "triton"])
+def test_a_backend_of_sglang_serves_target_and_draft(backend: Literal["flashinfer", "triton"]) -> None:
+    config = ServerConfig(device="cuda", attention=backend)
+    found = options(server_command(Path("/models/t"), TargetConfig(), config, 1, Speculation(Path("/d/v7"), "v7")))
+    assert found["--attention-backend"] == found["--speculative-draft-attention-backend"] == backend
 
 
 def test_the_command_of_a_speculative_gpu_server() -> None:

@@ -55,8 +55,10 @@ class ServerConfig(_Section):
     mem_fraction: float | None = Field(
         None, gt=0.0, lt=1.0, description="share of a GPU for weights and KV cache; None = SGLang's choice"
     )
-    attention: Literal["flashinfer", "draftloop_flashinfer"] = Field(
-        "flashinfer", description="of a GPU: SGLang's own, or ours, which verifies trees without masking the prefix"
+    attention: Literal["flashinfer", "triton", "draftloop_flashinfer"] = Field(
+        "flashinfer",
+        description="of a GPU: SGLang's own (triton also runs fp32), or ours, which verifies trees without masking "
+        "the prefix",
     )
     chunked_prefill_size: int = Field(512, ge=64)
     threads: int | None = Field(None, ge=1, description="CPU threads; None = all cores that the trainer leaves")

@@ -90,7 +90,8 @@ def server_command(
         options["mem-fraction-static"] = config.mem_fraction
     if speculation is not None:
         if cuda:  # ours is for the target's verification only
-            options["speculative-draft-attention-backend"] = "flashinfer"
+            own = config.attention == "draftloop_flashinfer"
+            options["speculative-draft-attention-backend"] = "flashinfer" if own else config.attention
         options |= {
             "speculative-algorithm": speculation.algorithm,
             "speculative-draft-model-path": speculation.checkpoint,
