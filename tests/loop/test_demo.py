@@ -156,6 +156,10 @@ def test_the_whole_loop(setting: Setting, tmp_path: Path, drafter: str) -> None:
     assert counts.balanced
     assert counts.trained > 0
     assert len(events_of(out, "swap")) == len(summary.swaps)
+    # The server measured its own steps, so the gate can say what a candidate's length would bring.
+    for event in events_of(out, "promoted"):
+        assert event.data["tokens_per_s_after"] > 0
+        assert event.data["tokens_per_s_before"] > 0
 
 
 def test_ctrl_c_while_refreshing(setting: Setting, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 output      greedy tokens under forced switching of every shape, each step another one, and left to itself
 rest        a drafter that slept through plain steps drafts the tree that it would have drafted awake
-report      steps by shape, reliability and step times reach the file the run's report reads
+report      steps by shape, reliability, step times and their costs reach the file that report and gate read
 """
 
 from __future__ import annotations
@@ -115,6 +115,11 @@ def test_left_to_itself_it_follows_and_reports(served: Served) -> None:
     assert all(0 <= confidence <= 1 and 0 <= accepted <= 1 for confidence, accepted, _ in said["reliability"][0])
     assert sum(drafts for _, _, drafts in said["reliability"][0]) > 50
     assert said["cost_error"] is not None
+    costs = served.worker.costs()
+    assert costs is not None
+    assert (costs.follows, costs.shape) == (True, LARGEST)
+    assert costs.tokens_per_s(2.0) > costs.tokens_per_s(1.0) > 0
+    assert served.worker.speculation() == json.loads(file.read_text(encoding="utf-8"))
 
 
 def test_dflash_blocks_of_every_length(target: TinyTarget, served: Served, tmp_path: Path) -> None:

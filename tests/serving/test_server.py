@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from tiny_llama import random_prompts
 
 from draftloop.core.errors import ServerError
+from draftloop.drafters.load.shapes import Shape
 
 from .checks import (
     LENGTHS,
@@ -161,6 +162,21 @@ def test_the_tree_is_the_one_the_checkpoint_implies(served: Served, trained: tup
     served.worker.swap(served.drafter)
     assert compared >= 12
     assert moved >= 1
+
+
+# --- what its steps cost
+
+
+def test_a_server_that_keeps_its_shape_says_what_its_steps_cost(served: Served) -> None:
+    """What it measures depends on the machine; that gate and simulation can read it does not."""
+    served.ask(random_prompts(4, LENGTHS[:4], seed=17), 8)
+    costs = served.worker.costs()
+    assert costs is not None
+    assert (costs.shape, costs.follows, costs.resting) == (Shape(STEPS, TOPK, NODES), False, 0.0)
+    assert set(costs.batches) <= set(range(1, CONFIG.server.max_running_requests + 1))
+    assert costs.tokens_per_s(2.0) == pytest.approx(2.0 * costs.tokens_per_s(1.0))
+    assert costs.plain_tokens_per_s > 0
+    assert served.worker.speculation() is None
 
 
 # --- the end

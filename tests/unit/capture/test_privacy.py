@@ -18,6 +18,7 @@ from draftloop.capture.privacy import (
     DELETIONS_FILE,
     Deletions,
     PrivacyError,
+    Redaction,
     Subjects,
     load_redactor,
     subject_hash,
@@ -72,6 +73,22 @@ def test_a_redactor_must_return_a_record_or_nothing(monkeypatch: pytest.MonkeyPa
         load_redactor("my_redactors:text", {})(make_record(1))
     with pytest.raises(PrivacyError, match="my_redactors:fails failed on a record: ZeroDivisionError"):
         load_redactor("my_redactors:fails", {})(make_record(1))
+
+
+def test_what_a_redactor_withholds_is_counted_and_where_it_fails_nothing_leaves() -> None:
+    def redact(record: CaptureRecord) -> CaptureRecord | None:
+        if record.tenant == "odd":
+            raise PrivacyError("no idea")
+        return None if record.domain == "code" else record
+
+    door = Redaction(redact)
+    assert [record.domain for record in door.let_out([make_record(i, ["chat", "code"][i % 2]) for i in range(5)])] == [
+        "chat"
+    ] * 3
+    assert door.withheld == 2
+    with pytest.raises(PrivacyError, match="no idea"):
+        door.let_out([make_record(1), make_record(2, tenant="odd"), make_record(3)])
+    assert door.withheld == 5
 
 
 @given(

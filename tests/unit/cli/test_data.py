@@ -119,6 +119,28 @@ def test_delete_erases_records_and_taints_versions(run: Path) -> None:
     assert "promoted, tainted" in draftloop("versions", "--out", str(run))[1]
 
 
+def test_delete_reaches_what_was_recorded_where_it_was_written(run: Path, tmp_path: Path) -> None:
+    here, moved, torn = tmp_path / "here", tmp_path / "moved", tmp_path / "torn"
+    for file in (here, here, moved, torn):
+        assert draftloop("record", str(file), "--out", str(run))[0] == 0
+    copy = moved.rename(tmp_path / "elsewhere")
+    torn.write_bytes(torn.read_bytes()[:-9])
+    code, output = draftloop("delete", "--tenant", "t1", "--out", str(run))
+    assert code == 0
+    assert f"erased 3 records from {here}\n" in output
+    assert f"not erased from a file: {torn} is truncated" in output
+    assert "erased 3 records\n" in output
+    assert [one.record.request_id for one in read_records(here)] == list("0235689")
+    assert len(read_records(copy)) == 10, "a file that was moved is not found"
+    live = open_buffer(run)
+    draftloop("delete", "--tenant", "t0", "--out", str(run))
+    draftloop("record", str(tmp_path / "late"), "--out", str(run))
+    assert [one.record.request_id for one in read_records(tmp_path / "late")] == list("258"), (
+        "not yet erased, but to be"
+    )
+    live.close()
+
+
 def test_delete_leaves_the_records_of_a_live_run_to_its_trainer(run: Path) -> None:
     live = open_buffer(run)
     code, output = draftloop("delete", "--request-id", "1", "--out", str(run))

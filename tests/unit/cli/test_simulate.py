@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from draftloop.cli.main import app
+from draftloop.drafters.load.cost_model import CostModel, RowCost, StartUp
+from draftloop.drafters.load.served import ServedCosts
+from draftloop.drafters.load.shapes import Shape
 
 QUICK = ["--set", "simulate.seconds=60", "--set", "simulate.gate_seconds=5", "--set", "simulate.half_tokens=1e5"]
 
@@ -37,3 +42,19 @@ def test_a_size_that_is_not_modelled() -> None:
     done = CliRunner().invoke(app, ["simulate", "--workers", "0"])
     assert done.exit_code == 2
     assert "1 to 1000 workers" in done.output
+
+
+def test_measured_costs_stand_in_for_the_estimates(tmp_path: Path) -> None:
+    """A server whose steps all take 0.1 s: 16 clients, accepted length 2, nothing to learn."""
+    costs = CostModel(StartUp(RowCost.line(0.1, 0.0), RowCost.line(0.0, 0.0), 0.0, 0.0, 0.0))
+    report = tmp_path / "speculation.json"
+    report.write_text(json.dumps({"served": ServedCosts(Shape(1, 2, 3), False, {4: 1.0}, 0.0, costs).dump()}))
+    command = ["simulate", "--workers", "1", "--set", f"simulate.costs={report}", "--set", "simulate.trainers=0"]
+    done = CliRunner().invoke(app, [*command, "--set", "simulate.seconds=200"])
+    assert done.exit_code == 0, done.output
+    assert float(cells(done.output)["1"][0].replace(",", "")) == pytest.approx(16 * 2 / 0.1, rel=0.01)
+    assert "| 1x2/3 |" in done.output
+    assert "simulate.base_ms" not in done.output
+    for bad, message in ((tmp_path / "no", "cannot read"), (Path(__file__), "is not a server's report")):
+        done = CliRunner().invoke(app, ["simulate", "--set", f"simulate.costs={bad}"])
+        assert (done.exit_code, message in done.output, done.output.count("\n")) == (2, True, 1)

@@ -99,14 +99,17 @@ def test_what_is_not_allowed_is_one_clear_line_and_changes_nothing(registry: Ver
     with pytest.raises(VersionError, match="v4 is refused and cannot become promoted"):
         registry.move("v4", "promoted", "")
     with pytest.raises(VersionError, match=r"v3 never served \(it is candidate\)"):
-        registry.roll_back("v3", "")
+        registry.check_restorable("v3")
+    with pytest.raises(VersionError, match="v4 is refused and cannot become promoted"):
+        registry.roll_back("v4", "")
     with pytest.raises(VersionError, match="there is no version v9"):
         registry.move("v9", "canary", "")
     with pytest.raises(VersionError, match="has a version v1 already"):
         registry.add(registry.checkpoint("v1"))
     registry.checkpoint("v0").rename(tmp_path / "gone")
     with pytest.raises(VersionError, match="v0 has lost its checkpoint"):
-        registry.roll_back("v0", "")
+        registry.check_restorable("v0")
+    assert registry.restorable() == ["v1", "v2"]
     assert (registry.folder / VERSIONS_FILE).read_bytes() == before
 
 
@@ -116,6 +119,7 @@ def test_taint_reaches_all_descendants_and_forbids_restoring(registry: VersionRe
     assert registry.get("v3").tainted == "records of 1 request were deleted"
     with pytest.raises(VersionError, match="version v2 is tainted: records of 1 request were deleted"):
         registry.check_restorable("v2")
+    assert registry.restorable() == []
     assert registry.add(make_checkpoint(registry.folder, "v4", "v3")).tainted is not None
     assert registry.get("v4").tainted == "records of 1 request were deleted"
 

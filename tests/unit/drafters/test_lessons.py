@@ -46,9 +46,8 @@ def _record(kind: str, tokens: int, prompt_len: int, seed: int) -> CaptureRecord
 def _refuse(record: CaptureRecord, root: int, accepted: int, refused: int) -> CaptureRecord:
     """A chain of `accepted` right drafts and one that serving refused."""
     right = record.token_ids[root + 1 : root + 1 + accepted].tolist()
-    step = VerifyStep(
-        root, np.array([*right, refused], np.int32), np.arange(accepted + 1, dtype=np.int32), accepted, ""
-    )
+    drawn = np.array([*right, refused], np.int32), np.arange(accepted + 1, dtype=np.int32)
+    step = VerifyStep(root, *drawn, accepted, "", np.array([refused], np.int32))
     return dataclasses.replace(record, verify_steps=(*record.verify_steps, step))
 
 

@@ -12,8 +12,9 @@ from draftloop.drafters.rejections import refused_drafts
 from .conftest import make_record
 
 
-def _step(position: int, tokens: list[int], parents: list[int], accepted: int) -> VerifyStep:
-    return VerifyStep(position, np.array(tokens, np.int32), np.array(parents, np.int32), accepted, "v1")
+def _step(position: int, tokens: list[int], parents: list[int], accepted: int, rejected: list[int]) -> VerifyStep:
+    drawn = np.array(tokens, np.int32), np.array(parents, np.int32)
+    return VerifyStep(position, *drawn, accepted, "v1", np.array(rejected, np.int32))
 
 
 def test_refused_drafts_are_the_children_where_verification_stopped() -> None:
@@ -22,13 +23,13 @@ def test_refused_drafts_are_the_children_where_verification_stopped() -> None:
     other = [(token + 1) % 29 for token in x]
     steps = (
         # Root x[4]; 5 right, then two wrong guesses of x[6]; a wrong sibling of x[5] is left alone.
-        _step(104, [x[5], other[5], other[6], (other[6] + 1) % 29], [0, 0, 1, 1], 1),
-        _step(106, [other[7]], [0], 0),
+        _step(104, [x[5], other[5], other[6], (other[6] + 1) % 29], [0, 0, 1, 1], 1, [other[6], (other[6] + 1) % 29]),
+        _step(106, [other[7]], [0], 0, [other[7]]),
         # All accepted: nothing was refused.
-        _step(107, [x[8]], [0], 1),
+        _step(107, [x[8]], [0], 1, []),
         # Its root has no row before it; and one whose tokens left the span.
-        _step(100, [other[1]], [0], 0),
-        _step(109, [3], [0], 1),
+        _step(100, [other[1]], [0], 0, [other[1]]),
+        _step(109, [3, 4], [0, 1], 1, [4]),
     )
     refused = refused_drafts(dataclasses.replace(record, verify_steps=steps))
     triples = list(zip(refused.positions.tolist(), refused.steps.tolist(), refused.tokens.tolist(), strict=True))

@@ -16,6 +16,7 @@ import yaml
 from ray.runtime_env import RuntimeEnv
 
 from draftloop.core.config import MetricsConfig, load_config
+from draftloop.fleet.worker import ALL_ADDRESSES
 from draftloop.refresher.metrics import Exporter
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -87,6 +88,36 @@ def test_the_config_map_is_a_draftloop_config(tmp_path: Path) -> None:
     assert arguments[:2] == ["draftloop", "refresh"]
     paths = [*arguments[3::2], config.target.path]
     assert all(any(str(path).startswith(f"{mount}/") for mount in mounted) for path in paths)
+
+
+def test_the_cluster_has_the_cards_and_addresses_that_the_fleet_needs(tmp_path: Path) -> None:
+    path = tmp_path / "draftloop.yaml"
+    path.write_text(CONFIG["data"]["draftloop.yaml"])
+    config = load_config(path)
+    (group,) = RAY_CLUSTER["spec"]["workerGroupSpecs"]
+    (container,) = group["template"]["spec"]["containers"]
+    cards = int(container["resources"]["limits"]["nvidia.com/gpu"])
+    needs = [config.fleet.gpus_per_worker] * config.fleet.workers + [config.fleet.trainer_gpus]
+    # An actor's cards lie in one pod; here each actor takes a whole pod.
+    assert needs == [cards] * group["replicas"]
+    assert config.server.host == ALL_ADDRESSES, "the router reaches the workers from another pod"
+    head = next(container for container, _ in containers(RAY_CLUSTER) if container["name"] == "ray-head")
+    ports = [port["containerPort"] for port in head["ports"]]
+    assert {config.router.port, config.metrics.port} <= set(ports)
+    assert (config.router.host, config.metrics.host) == (ALL_ADDRESSES, ALL_ADDRESSES)
+    shared = next(volume for volume in group["template"]["spec"]["volumes"] if volume["name"] == "shm")
+    assert int(shared["emptyDir"]["sizeLimit"].removesuffix("Gi")) << 10 > config.capture.ring_mib
+
+
+@pytest.mark.parametrize("name", ["qwen3-8b-1xH200.yaml", "qwen3-8b-8xH200.yaml"])
+def test_a_machines_config_uses_all_of_its_cards(name: str) -> None:
+    config = load_config(INFRA / "configs" / name)
+    fleet, cards = config.fleet, config.hardware.cards
+    assert fleet.gpus_per_worker is not None
+    assert fleet.trainer_gpus is not None
+    assert fleet.workers * fleet.gpus_per_worker + fleet.trainer_gpus == cards
+    assert (config.server.device, config.trainer.device) == ("cuda", "cuda")
+    assert config.server.host == "127.0.0.1", "router and workers share the machine"
 
 
 def test_ports_that_run_code_are_closed_to_others() -> None:

@@ -8,12 +8,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftloop.core.step_costs import StepCosts
-from draftloop.refresher.simulate import Fleet, LearningCurve, MeasuredRun, Simulation, calibrate, forecast
+from draftloop.drafters.load.cost_model import CostModel, RowCost, StartUp
+from draftloop.drafters.load.shapes import PLAIN, Shape
+from draftloop.refresher.simulate import Fleet, LearningCurve, Simulation, forecast
 
 FLAT = LearningCurve(1.0, 1.0, 1.0)
 CURVE = LearningCurve(1.2, 3.0, 50_000.0)
-COSTS = StepCosts(base=0.01, per_request=0.0, per_node=0.0001, per_level=0.001, per_draft=0.0)
+TREE = Shape(3, 4, 8)
+
+
+def costs(base: float, per_request: float = 0.0, per_node: float = 0.0, per_level: float = 0.0) -> CostModel:
+    target, draft = RowCost.line(base, per_node), RowCost.line(per_level, 0.0)
+    return CostModel(StartUp(target, draft, call_seconds=0.0, token_seconds=0.0, request_seconds=per_request))
+
+
+COSTS = costs(base=0.01, per_node=0.0001, per_level=0.001)
 
 FLEETS = st.builds(
     Fleet,
@@ -56,10 +65,15 @@ def test_the_same_seed_is_the_same_run(fleet: Fleet, seed: int) -> None:
 def test_one_worker_whose_steps_cost_by_request_is_a_processor_sharing_queue(utilisation: float) -> None:
     """M/M/1-PS: rho / (1 - rho) requests in the system on average."""
     per_token = 0.001
-    costs = StepCosts(base=0.0, per_request=per_token, per_node=0.0, per_level=0.0, per_draft=0.0)
     tokens = 100.0
     fleet = Fleet(
-        1, costs, FLAT, arrivals=utilisation / (tokens * per_token), batch=10_000, tokens=tokens, nodes=1, depth=0
+        1,
+        costs(base=0.0, per_request=per_token),
+        FLAT,
+        arrivals=utilisation / (tokens * per_token),
+        batch=10_000,
+        tokens=tokens,
+        shape=PLAIN,
     )
     out = Simulation(fleet, seed=1).run(8000.0)
     assert out.area / out.finished[-1] == pytest.approx(utilisation / (1 - utilisation), rel=0.12)
@@ -67,8 +81,7 @@ def test_one_worker_whose_steps_cost_by_request_is_a_processor_sharing_queue(uti
 
 def test_one_at_a_time_is_a_waiting_queue() -> None:
     """M/D/1, lengths fixed, batch 1: (rho + rho^2 / (2 (1 - rho))) in the system (Pollaczek-Khinchine)."""
-    costs = StepCosts(base=0.001, per_request=0.0, per_node=0.0, per_level=0.0, per_draft=0.0)
-    fleet = Fleet(1, costs, FLAT, arrivals=7.0, batch=1, tokens=100.0, lengths="fixed", nodes=1, depth=0)
+    fleet = Fleet(1, costs(base=0.001), FLAT, arrivals=7.0, batch=1, tokens=100.0, lengths="fixed", shape=PLAIN)
     out = Simulation(fleet, seed=1).run(6000.0)
     assert out.area / out.finished[-1] == pytest.approx(0.7 + 0.49 / 0.6, rel=0.08)
 
@@ -77,7 +90,8 @@ def test_one_at_a_time_is_a_waiting_queue() -> None:
 def test_a_full_batch_is_the_cost_models_own_throughput(clients: int) -> None:
     fleet = Fleet(1, COSTS, LearningCurve(2.0, 2.0, 1.0), clients=clients, batch=8, tokens=50.0)
     out = Simulation(fleet, seed=0).run(60.0)
-    assert out.tokens_per_s == pytest.approx(COSTS.tokens_per_s(clients, 8, 3, 2.0), rel=1e-6)
+    assert out.tokens_per_s == pytest.approx(clients * 2.0 / (0.01 + clients * 8 * 0.0001 + 3 * 0.001), rel=1e-6)
+    assert COSTS.seconds(TREE, clients, 1.0) == pytest.approx(0.013 + clients * 8 * 0.0001)
 
 
 @pytest.mark.parametrize("clients", [3, 24, 200])
@@ -123,9 +137,3 @@ def test_a_forecast_breaks_even_where_refreshing_pays() -> None:
     never = forecast(Fleet(8, COSTS, LearningCurve(2.0, 2.0, 1.0), clients=64, batch=8, trainer_rate=5e3), 60.0, seed=0)
     assert never.break_even_requests is None
     assert never.speedup_static < 1.0
-
-
-def test_calibration_finds_the_costs_behind_measured_throughput() -> None:
-    runs = [MeasuredRun(b, 8, 3, COSTS.tokens_per_s(b, 8, 3, 1.8), 1.8) for b in (1, 4)]
-    found = calibrate(runs)
-    assert found.tokens_per_s(8, 8, 3, 1.8) == pytest.approx(COSTS.tokens_per_s(8, 8, 3, 1.8), rel=1e-6)

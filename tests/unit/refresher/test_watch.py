@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from draftloop.capture.observation import Observation
 from draftloop.core.config import Config
-from draftloop.core.step_costs import StepCosts
-from draftloop.refresher.budget import SpeculationPolicy
+from draftloop.drafters.load.cost_model import CostModel, RowCost, StartUp
+from draftloop.drafters.load.served import ServedCosts
+from draftloop.drafters.load.shapes import Shape
 from draftloop.refresher.gate import Decision, Interval
-from draftloop.refresher.watch import Said, Watch
+from draftloop.refresher.watch import ADVICE, FOLLOWED, Said, Watch
 
 CONFIG = Config.model_validate(
     {"drift": {"patience": 2, "window_requests": 20, "rebuild_vocabulary": True}, "gate": {"min_gain": 0.01}}
@@ -61,16 +62,37 @@ def test_unless_the_servers_cannot_take_one() -> None:
     assert not watch.rebuild_wanted
 
 
+def measured(follows: bool = False, resting: float = 0.0) -> ServedCosts:
+    """At batch 16 a step of the tree costs 2.5 times a plain one."""
+    costs = CostModel(StartUp(RowCost.line(0.02, 0.0003), RowCost.line(0.001, 0.0), 0.0, 0.0, 0.0))
+    return ServedCosts(Shape(3, 4, 8), follows, {16: 40.0}, resting, costs)
+
+
 def test_speculation_that_loses_is_said_once_and_taken_back_with_a_better_drafter() -> None:
-    costs = StepCosts(base=0.02, per_request=0.0, per_node=0.0003, per_level=0.001, per_draft=0.0)
-    watch = Watch(CONFIG, "v1", SpeculationPolicy(costs, batch=16, nodes=8, depth=3))
+    watch = Watch(CONFIG, "v1")
+    assert watch.predicted_tokens_per_s(3.0) is None, "nobody has measured a step"
+    watch.measured([])
+    assert watch.traffic(requests(4)) == []
+    watch.measured([measured()])
     # Twice the tokens a step for 2.5 times the cost.
     (lost,) = watch.traffic(requests(4))
     assert (lost.data["signal"], lost.data["action"]) == ("speculation", "speculation_off")
     assert lost.data["now"] < lost.data["before"]
+    assert lost.data["advice"] == ADVICE
+    assert not watch.speculating
     assert watch.traffic(requests(10)) == []
     watch.new_drafter("v2")
     better = [Observation("chat", "v2", 64, 64 * 3, 256, 5)]
     assert [one.data["action"] for one in watch.traffic(better)] == ["speculation_on"]
-    assert watch.predicted_tokens_per_s(3.0) == costs.tokens_per_s(16, 8, 3, 3.0)
-    assert Watch(CONFIG, "v1").predicted_tokens_per_s(3.0) is None
+    assert watch.predicted_tokens_per_s(3.0) == measured().tokens_per_s(3.0)
+    watch.measured([])
+    assert watch.predicted_tokens_per_s(3.0) is not None, "a server that restarts says nothing for a while"
+
+
+def test_of_servers_that_follow_their_load_it_only_says_so() -> None:
+    watch = Watch(CONFIG, "v1")
+    watch.measured([measured(follows=True)])
+    assert watch.traffic(requests(4)) == []
+    watch.measured([measured(follows=True, resting=0.8)])
+    (rests,) = watch.traffic(requests(4))
+    assert (rests.data["action"], rests.data["advice"]) == ("speculation_off", FOLLOWED)

@@ -60,7 +60,8 @@ def hook_checks() -> dict[str, Any]:
     following = [
         hook
         for algorithm in ("EAGLE3", "DFLASH")
-        for hook in load_hooks(LoadSettings(folder=Path(), algorithm=algorithm, shapes=shapes))
+        for follow in (True, False)
+        for hook in load_hooks(LoadSettings(folder=Path(), algorithm=algorithm, shapes=shapes, follow=follow))
     ]
     first = hooks[0]
     renamed = replace(first, parameters=("self", "server_args", "device"))

@@ -1,4 +1,4 @@
-"""What a server that follows its load is told, and how it is pinned."""
+"""What a server is told about its steps' shapes, and how one that follows its load is pinned."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ def drafters(target: TinyTarget, tmp_path_factory: pytest.TempPathFactory) -> di
 def test_a_cpu_server_is_told_its_trees(drafters: dict[str, Path], tmp_path: Path) -> None:
     config = Config(server=ServerConfig(device="cpu", num_steps=2, topk=3, num_draft_tokens=5), speculation=FOLLOWS)
     settings = load_settings(config, Speculation(drafters["eagle3"], "v0"), tmp_path)
-    assert settings is not None
-    assert settings.algorithm == "EAGLE3"
+    assert (settings.algorithm, settings.follow) == ("EAGLE3", True)
     assert settings.shapes[0] == PLAIN
     assert Shape(2, 3, 5) in settings.shapes
     environment = server_environment(config, None, settings)
@@ -48,8 +47,7 @@ def test_a_cpu_server_is_told_its_trees(drafters: dict[str, Path], tmp_path: Pat
 def test_a_dflash_server_is_told_its_blocks(drafters: dict[str, Path], tmp_path: Path) -> None:
     config = Config(server=ServerConfig(device="cpu", topk=1), speculation=FOLLOWS)
     settings = load_settings(config, Speculation(drafters["dflash"], "v0", "dflash"), tmp_path)
-    assert settings is not None
-    assert settings.algorithm == "DFLASH"
+    assert (settings.algorithm, settings.follow) == ("DFLASH", True)
     assert settings.shapes == (PLAIN, *(Shape(1, 1, n) for n in (2, 3, 4, 6)))
     assert read_hf_config(drafters["dflash"]).block_size == 6
 
@@ -58,13 +56,19 @@ def test_a_dflash_server_is_told_its_blocks(drafters: dict[str, Path], tmp_path:
     "config",
     [
         Config(server=ServerConfig(device="cpu")),
-        Config(server=ServerConfig(device="cpu", topk=1), speculation=FOLLOWS),
+        Config(server=ServerConfig(device="cpu", topk=1, num_draft_tokens=4), speculation=FOLLOWS),
         Config(server=ServerConfig(device="cuda"), speculation=FOLLOWS),
     ],
     ids=["not asked for", "a chain has no confidences", "graphs run no Python"],
 )
 def test_others_keep_their_one_shape(config: Config, drafters: dict[str, Path], tmp_path: Path) -> None:
-    assert load_settings(config, Speculation(drafters["eagle3"], "v0"), tmp_path) is None
+    settings = load_settings(config, Speculation(drafters["eagle3"], "v0"), tmp_path)
+    assert not settings.follow
+    server = config.server
+    assert settings.shapes[-1] == Shape(server.num_steps, server.topk, server.num_draft_tokens)
+    environment = server_environment(config, None, settings)
+    assert LoadSettings.model_validate_json(environment[LOAD_ENV]) == settings
+    assert "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND" not in environment
 
 
 def test_a_negative_margin_is_refused() -> None:

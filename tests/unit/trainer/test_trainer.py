@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -237,26 +236,8 @@ def test_one_trainer_a_store(target: TinyTarget, day0: Path, tmp_path: Path) -> 
     first.close()
 
 
-def drop_code(record: CaptureRecord) -> CaptureRecord | None:
-    """A redactor, found by name."""
-    return None if record.domain == "code" else record
-
-
 def private(**privacy: object) -> Config:
     return Config.model_validate(CONFIG.model_dump() | {"privacy": privacy})
-
-
-def test_redaction_comes_before_storage(
-    target: TinyTarget, day0: Path, records: list[CaptureRecord], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "my_hooks", sys.modules[__name__])
-    trainer = Trainer(target.folder, day0, private(redactor="my_hooks:drop_code"), tmp_path)
-    counts = trainer.add_records(records)
-    assert (counts.dropped, counts.kept, counts.balanced) == (12, 12, True)
-    on_disk = b"".join(path.read_bytes() for path in (tmp_path / "journal").glob("*.segment"))
-    assert b"chat--0" in on_disk
-    assert b"code--" not in on_disk
-    trainer.close()
 
 
 def test_old_records_are_erased_from_memory_and_disk(

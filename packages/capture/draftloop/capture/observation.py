@@ -15,8 +15,8 @@ class Observation:
     """One record.
 
     drafter_version: the newest that drafted for it ('' for none).  verify_steps: verifications that version's drafts
-    went through.  emitted: tokens they gave, the target's own included.  generated: tokens of the answer in the span.
-    unspoken: those of them that the drafter's vocabulary lacks.
+    went through; a step in which the drafter rested is none.  emitted: tokens they gave, the target's own included.
+    generated: tokens of the answer in the span.  unspoken: those of them that the drafter's vocabulary lacks.
     """
 
     domain: str
@@ -30,7 +30,7 @@ class Observation:
 def observe(record: CaptureRecord, spoken: NDArray[np.bool_] | None) -> Observation:
     """spoken: [V], True for each target id the drafter can say; None when it can say them all."""
     version = record.drafter_version
-    steps = [step for step in record.verify_steps if step.drafter_version == version]
+    steps = [step for step in record.verify_steps if step.drafter_version == version and len(step.draft_tokens)]
     answer = record.token_ids[max(0, record.prompt_len - record.start) :]
     return Observation(
         domain=record.domain,

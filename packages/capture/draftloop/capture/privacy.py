@@ -1,4 +1,4 @@
-"""Privacy of captured records: redaction before storage, deletion on demand, and who taught which version.
+"""Privacy of captured records: redaction where they leave the worker, deletion on demand, and who taught which version.
 
 Records hold token ids and hidden states, no text; both can be turned back into text by whoever has the target, so they
 are treated as text. Request ids and tenant names outlive their records only as 64-bit hashes, which tell whether a
@@ -14,7 +14,7 @@ import inspect
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -37,7 +37,7 @@ class PrivacyError(DraftloopError):
 
 
 class Redactor(Protocol):
-    """Called with each record before it is stored; returns what to store, None to store nothing."""
+    """Called with each record before it leaves its worker; returns what may leave, None for nothing."""
 
     def __call__(self, record: CaptureRecord, **options: Any) -> CaptureRecord | None: ...
 
@@ -65,6 +65,27 @@ def load_redactor(name: str | None, options: Mapping[str, Any]) -> Callable[[Cap
         return redacted
 
     return redact
+
+
+class Redaction:
+    """The one door out of a worker: what is sent, journaled or recorded came through here.
+
+    withheld: records that did not leave, for the books.
+    """
+
+    def __init__(self, redact: Callable[[CaptureRecord], CaptureRecord | None]) -> None:
+        self._redact = redact
+        self.withheld = 0
+
+    def let_out(self, records: Sequence[CaptureRecord]) -> list[CaptureRecord]:
+        """Raises PrivacyError when the redactor fails on one; then none of them leaves."""
+        try:
+            out = [redacted for record in records if (redacted := self._redact(record)) is not None]
+        except PrivacyError:
+            self.withheld += len(records)
+            raise
+        self.withheld += len(records) - len(out)
+        return out
 
 
 def _imported(name: str) -> Redactor:

@@ -45,7 +45,7 @@ class ServerConfig(_Section):
     """One SGLang worker."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    host: str = "127.0.0.1"
+    host: str = Field("127.0.0.1", description="0.0.0.0 where router and workers are on several machines")
     port: int | None = Field(None, ge=1, le=65535, description="None = any free port")
     num_steps: int = Field(3, ge=1)
     topk: int = Field(4, ge=1)
@@ -102,9 +102,11 @@ class CaptureConfig(CapturePolicy):
 
 
 class PrivacyConfig(_Section):
-    """What is done to a record before it is stored, and when it must go. Which tenants are captured: see capture."""
+    """What is done to a record before it leaves its worker, and when it must go. Who is captured: see capture."""
 
-    redactor: str | None = Field(None, description="'module:function', called with each record before it is stored")
+    redactor: str | None = Field(
+        None, description="'module:function', called with each record before it leaves a worker"
+    )
     redactor_options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the redactor")
     retention_hours: float | None = Field(None, gt=0.0, description="records are erased when older; None = no limit")
 
@@ -193,11 +195,14 @@ class SimulateConfig(_Section):
     clients_per_worker: int = Field(16, ge=1, description="requests in flight for each worker")
     batch: int = Field(32, ge=1, description="requests that a worker runs at once")
     answer_tokens: float = Field(800.0, gt=0.0)
+    costs: Path | None = Field(
+        None, description="a server's report (speculation.json in its folder of a run): measured, for the five below"
+    )
     base_ms: float = Field(6.0, ge=0.0, description="a step: what it takes whatever the batch")
     request_ms: float = Field(0.05, ge=0.0, description="more for each request (its context)")
     node_ms: float = Field(0.02, ge=0.0, description="more for each verified token")
     level_ms: float = Field(0.6, ge=0.0, description="more for each draft level")
-    draft_ms: float = Field(0.01, ge=0.0, description="more for each request and draft level")
+    draft_ms: float = Field(0.002, ge=0.0, description="more for each token that goes through a draft level")
     day0_accept_length: float = Field(2.0, ge=1.0)
     best_accept_length: float = Field(2.8, ge=1.0, description="what training tends to")
     half_tokens: float = Field(2.75e6, gt=0.0, description="trained tokens that bring half of the way there")

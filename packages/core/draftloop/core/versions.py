@@ -8,6 +8,8 @@ next writer cuts off. A parent that is not in the file belongs to another run.
         │           └──────────────────────────▲
         └──► refused
 
+A writer may be killed before it notes the canary: from candidate, its ends can be reached as well.
+
 Tainted is a mark beside the state: the version learnt from records that were deleted since. It is inherited by all
 that came after it, as each continues its parent's weights.
 """
@@ -32,7 +34,7 @@ VERSIONS_FILE = "versions.jsonl"
 VersionState = Literal["candidate", "canary", "promoted", "refused", "rolled_back"]
 
 _NEXT: dict[VersionState, frozenset[VersionState]] = {
-    "candidate": frozenset({"canary", "promoted", "refused"}),
+    "candidate": frozenset({"canary", "promoted", "refused", "rolled_back"}),
     "canary": frozenset({"promoted", "rolled_back"}),
     "promoted": frozenset({"promoted", "rolled_back"}),
     "rolled_back": frozenset({"promoted"}),
@@ -148,30 +150,39 @@ class VersionRegistry:
             _check_move(_known(known, name), state)
             _append(file, _moved(known, name, state, reason))
 
+    def restorable(self) -> list[str]:
+        """The versions that may serve again, oldest first."""
+        return [name for name, version in self._read().items() if self._why_not(version) is None]
+
     def check_restorable(self, name: str) -> Version:
         """The version, when it may serve again. Raises VersionError in one line when it may not."""
         version = self.get(name)
-        if version.state not in ("promoted", "rolled_back"):
-            raise VersionError(f"version {name} never served (it is {_said(version.state)}); choose one that did")
-        if version.tainted is not None:
-            raise VersionError(f"version {name} is tainted: {version.tainted}; choose one from before those records")
-        if not (self.folder / version.checkpoint).is_dir():
-            raise VersionError(f"version {name} has lost its checkpoint {self.folder / version.checkpoint}")
+        if (why := self._why_not(version)) is not None:
+            raise VersionError(f"version {name} {why}")
         return version
 
-    def roll_back(self, name: str, reason: str) -> Version:
-        """`name` serves again, and whatever was promoted after it is rolled back. Call it when the fleet has it.
+    def _why_not(self, version: Version) -> str | None:
+        if version.state not in ("promoted", "rolled_back"):
+            return f"never served (it is {_said(version.state)}); choose one that did"
+        if version.tainted is not None:
+            return f"is tainted: {version.tainted}; choose one from before those records"
+        if not (self.folder / version.checkpoint).is_dir():
+            return f"has lost its checkpoint {self.folder / version.checkpoint}"
+        return None
 
-        Raises VersionError as `check_restorable` does.
+    def roll_back(self, name: str, reason: str) -> None:
+        """`name` serves again, and whatever was promoted after it is rolled back. Call `check_restorable` before the
+        fleet is given it, and this when the fleet has it.
+
+        Raises VersionError when it is unknown or was refused.
         """
-        version = self.check_restorable(name)
         with self._writing() as (file, known):
+            _check_move(_known(known, name), "promoted")
             names = list(known)
             for later in names[names.index(name) + 1 :]:
                 if known[later].state in ("promoted", "canary"):
                     _append(file, _moved(known, later, "rolled_back", reason))
             _append(file, _moved(known, name, "promoted", reason))
-        return version
 
     def taint(self, learnt: Callable[[str], bool], reason: str) -> list[str]:
         """Mark the versions for whose name `learnt` is true, and all that descend from them; returns the new ones."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftloop.core.records import CaptureRecord, VerifyStep
+from draftloop.core.records import CaptureRecord
 
 
 @dataclass(frozen=True)
@@ -31,29 +31,7 @@ def refused_drafts(record: CaptureRecord) -> Refused:
     found: list[tuple[int, int, int]] = []
     for verify in record.verify_steps:
         root = verify.position - record.start
-        node = _last_accepted(record, verify, root)
-        if node is None or root < 1 or root + verify.accepted >= record.num_tokens:
-            continue
-        for child, parent in enumerate(verify.parents.tolist()):
-            if parent == node:
-                found.append((root - 1, verify.accepted, int(verify.draft_tokens[child])))
+        if root >= 1 and root + verify.accepted < record.num_tokens:
+            found += [(root - 1, verify.accepted, token) for token in verify.rejected.tolist()]
     columns = torch.tensor(found, dtype=torch.int64).view(-1, 3).T
     return Refused(columns[0], columns[1], columns[2])
-
-
-def _last_accepted(record: CaptureRecord, verify: VerifyStep, root: int) -> int | None:
-    """Tree index of the deepest accepted node, found by following the record's own tokens; None outside it."""
-    node = 0
-    for depth in range(1, verify.accepted + 1):
-        if not 0 <= root + depth < record.num_tokens:
-            return None
-        said = int(record.token_ids[root + depth])
-        children = [
-            i + 1
-            for i, (parent, token) in enumerate(zip(verify.parents.tolist(), verify.draft_tokens.tolist(), strict=True))
-            if parent == node and token == said
-        ]
-        if not children:
-            return None
-        node = children[0]
-    return node

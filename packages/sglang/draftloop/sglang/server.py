@@ -119,21 +119,25 @@ def server_threads(config: Config) -> int:
     return cores if use_cuda(config.trainer.device) else max(1, cores - config.trainer.threads)
 
 
-def load_settings(config: Config, speculation: Speculation, folder: Path) -> LoadSettings | None:
-    """How a server follows its load, None when it keeps its one shape.
+def load_settings(config: Config, speculation: Speculation, folder: Path) -> LoadSettings:
+    """What a server may run, and whether it follows its load or keeps the largest shape.
 
     Only an eager server (on a CPU) runs Python every step; a chain has no confidences in SGLang.
     """
     server = config.server
     chain = speculation.algorithm != "DFLASH" and server.topk == 1
-    if not config.speculation.follow_load or use_cuda(server.device) or chain:
-        return None
     drafter = read_hf_config(speculation.checkpoint)
     if isinstance(drafter, DflashConfig):
         shapes = block_shapes(drafter.block_size)
     else:
         shapes = tree_shapes(server.num_steps, server.topk, server.num_draft_tokens)
-    return LoadSettings(folder=folder, algorithm=speculation.algorithm, shapes=shapes, margin=config.speculation.margin)
+    return LoadSettings(
+        folder=folder,
+        algorithm=speculation.algorithm,
+        shapes=shapes,
+        follow=config.speculation.follow_load and not use_cuda(server.device) and not chain,
+        margin=config.speculation.margin,
+    )
 
 
 def server_environment(config: Config, tap: TapSettings | None, load: LoadSettings | None = None) -> dict[str, str]:
@@ -159,8 +163,10 @@ def server_environment(config: Config, tap: TapSettings | None, load: LoadSettin
     if tap is not None:
         environment[TAP_ENV] = tap.model_dump_json()
     if load is not None:
+        environment[LOAD_ENV] = load.model_dump_json()
+    if load is not None and load.follow:
         # SGLang's zero-step mode then leaves the drafter out altogether; we let it catch up.
-        environment |= {LOAD_ENV: load.model_dump_json(), "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND": "1"}
+        environment["SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"] = "1"
     return environment
 
 

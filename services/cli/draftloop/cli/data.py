@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from draftloop.capture.journal import JOURNAL_FOLDER, Journal, JournalInUseError, left, read_journal
 from draftloop.capture.privacy import TAINT_REASON, Deletions, SubjectKind, Subjects, subject_hash
-from draftloop.capture.record_file import TimedRecord, read_records, write_records
+from draftloop.capture.record_file import RecordFileError, TimedRecord, read_records, write_records
 from draftloop.core.config import Config
 from draftloop.core.errors import DraftloopError
 from draftloop.core.events import EventLog
 from draftloop.core.versions import VersionRegistry
 
 _SEGMENT_BYTES = 64 << 20
+# Where `record` wrote to, one JSON string a line: deletion follows it there.
+EXPORTS_FILE = "exports.jsonl"
 
 
 def record(run: Path, file: Path, minutes: float) -> str:
@@ -25,11 +28,16 @@ def record(run: Path, file: Path, minutes: float) -> str:
     journal = run / JOURNAL_FOLDER
     if not journal.is_dir():
         raise DraftloopError(f"{run} has no journal of captured records: is it the folder of a run?")
-    kept, _ = read_journal(journal)
+    # What is to be forgotten may not have left the journal yet.
+    deletions = Deletions(run)
+    deletions.refresh()
+    kept = [one for one in read_journal(journal)[0] if not deletions.cover(one.record, one.time)]
     since = max((one.time for one in kept), default=0.0) - minutes * 60
     records = [TimedRecord(one.record, one.time, one.held_out) for one in kept if one.time >= since]
     if not records:
         raise DraftloopError(f"the journal of {run} holds no record: let it serve some traffic first")
+    with (run / EXPORTS_FILE).open("a", encoding="utf-8") as exports:
+        exports.write(json.dumps(str(file.resolve())) + "\n")
     write_records(file, records)
     tokens = sum(one.record.num_tokens for one in records)
     domains = Counter(one.record.domain for one in records)
@@ -76,12 +84,34 @@ def delete(run: Path, kind: SubjectKind, name: str) -> list[str]:
     subject = subject_hash(kind, name)
     tainted = registry.taint(lambda version: subject in Subjects.load(registry.checkpoint(version)), TAINT_REASON)
     said = [f"tainted: {', '.join(tainted)}" if tainted else f"no version learnt from this {kind}"]
+    deletions.refresh()
+    said += _erase_from_exports(run, deletions)
     try:
         with Journal(journal, _SEGMENT_BYTES) as store:
-            deletions.refresh()
             gone = [kept for kept in store.take_kept() if deletions.cover(kept.record, kept.time)]
             store.commit(left(gone, "deleted"))
             store.erase_dead()
     except JournalInUseError:
         return [*said, "the run goes on: its trainer erases the records in its next turn"]
-    return [*said, f"erased {len(gone)} records; files made by `draftloop record` are yours to delete"]
+    return [*said, f"erased {len(gone)} records"]
+
+
+def _erase_from_exports(run: Path, deletions: Deletions) -> list[str]:
+    """From the files that `record` made, where they still are; returns a line for each that held such records."""
+    try:
+        lines = (run / EXPORTS_FILE).read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return []
+    said = []
+    for file in dict.fromkeys(Path(json.loads(line)) for line in lines):
+        if not file.exists():
+            continue
+        try:
+            records = read_records(file)
+            left_over = [one for one in records if not deletions.cover(one.record, one.time)]
+            if len(left_over) < len(records):
+                write_records(file, left_over)
+                said.append(f"erased {len(records) - len(left_over)} records from {file}")
+        except RecordFileError as err:
+            said.append(f"not erased from a file: {err}")
+    return said

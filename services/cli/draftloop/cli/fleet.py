@@ -21,6 +21,7 @@ from typing import Any
 
 import typer
 
+from draftloop.capture.privacy import load_redactor
 from draftloop.cli.actors import RaySession
 from draftloop.cli.run_folder import RunFolder, locked, open_run_folder
 from draftloop.core.config import Config, save_config
@@ -78,6 +79,8 @@ def run_fleet(config: Config, root: Path, train: bool, router: str | None) -> No
     Raises DraftloopError in one line; nothing is left running.
     """
     require_free_ports(config)
+    # Each worker loads it, but only after minutes of start-up.
+    load_redactor(config.privacy.redactor, config.privacy.redactor_options)
     target = resolve_target(config.target.path).resolve()
     folder = RunFolder(root)
     if FleetState.load(root) is None:

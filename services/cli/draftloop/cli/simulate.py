@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
-from draftloop.core.config import Config, SimulateConfig
+from draftloop.core.config import Config
 from draftloop.core.errors import ConfigError
-from draftloop.core.step_costs import StepCosts
+from draftloop.drafters.load.cost_model import CostModel, RowCost, StartUp
+from draftloop.drafters.load.served import ServedCosts
+from draftloop.drafters.load.shapes import Shape
 from draftloop.refresher.simulate import Fleet, Forecast, LearningCurve, forecast
 
 MOST_WORKERS = 1000
+# Of no use where costs were measured.
+ESTIMATES = {"base_ms", "request_ms", "node_ms", "level_ms", "draft_ms"}
 _MIB = 1 << 20
 
 
@@ -21,17 +27,17 @@ def simulate_fleets(config: Config, workers: Sequence[int], seed: int) -> list[F
 
 
 def fleet_of(config: Config, workers: int) -> Fleet:
-    """The config's fleet with this many workers; the tree is the server's."""
+    """The config's fleet with this many workers; the tree is the server's, measured or as configured."""
     settings = config.simulate
+    costs, shape = costs_of(config)
     return Fleet(
         workers=workers,
-        costs=costs_of(settings),
+        costs=costs,
         curve=LearningCurve(settings.day0_accept_length, settings.best_accept_length, settings.half_tokens),
         clients=settings.clients_per_worker * workers,
         batch=settings.batch,
         tokens=settings.answer_tokens,
-        nodes=config.server.num_draft_tokens,
-        depth=config.server.num_steps,
+        shape=shape,
         trainers=settings.trainers,
         trainer_rate=settings.trainer_tokens_per_s,
         sample_rate=settings.sample_rate,
@@ -43,9 +49,32 @@ def fleet_of(config: Config, workers: int) -> Fleet:
     )
 
 
-def costs_of(settings: SimulateConfig) -> StepCosts:
-    milliseconds = settings.base_ms, settings.request_ms, settings.node_ms, settings.level_ms, settings.draft_ms
-    return StepCosts(*(value / 1e3 for value in milliseconds))
+def costs_of(config: Config) -> tuple[CostModel, Shape]:
+    """What a step costs, and the tree it verifies: as a server measured them, else as the config estimates them."""
+    settings, server = config.simulate, config.server
+    if settings.costs is not None:
+        return _measured(settings.costs)
+    estimate = StartUp(
+        target=RowCost.line(settings.base_ms / 1e3, settings.node_ms / 1e3),
+        draft=RowCost.line(settings.level_ms / 1e3, settings.draft_ms / 1e3),
+        # The host's side is in the terms above, the context's in a request's.
+        call_seconds=0.0,
+        token_seconds=0.0,
+        request_seconds=settings.request_ms / 1e3,
+    )
+    return CostModel(estimate), Shape(server.num_steps, server.topk, server.num_draft_tokens)
+
+
+def _measured(report: Path) -> tuple[CostModel, Shape]:
+    try:
+        served = ServedCosts.load(json.loads(report.read_text(encoding="utf-8"))["served"])
+    except OSError as err:
+        raise ConfigError(f"simulate.costs: cannot read {report}: {err.strerror}") from None
+    except (KeyError, TypeError, ValueError):
+        raise ConfigError(
+            f"simulate.costs: {report} is not a server's report: name a speculation.json from a run's folder"
+        ) from None
+    return served.costs, served.shape
 
 
 def as_markdown(config: Config, rows: Sequence[Forecast], seed: int) -> str:
@@ -80,7 +109,11 @@ def as_markdown(config: Config, rows: Sequence[Forecast], seed: int) -> str:
         "| input | value |",
         "|---|--:|",
     ]
-    lines += [f"| `simulate.{name}` | {value:g} |" for name, value in config.simulate.model_dump().items()]
-    lines.append(f"| `server.num_draft_tokens`, `server.num_steps` | {config.server.num_draft_tokens}, "
-                 f"{config.server.num_steps} |")  # fmt: skip
+    estimates = config.simulate.model_dump(exclude={"costs"} if config.simulate.costs is None else ESTIMATES)
+    lines += [
+        f"| `simulate.{name}` | {value:g} |" if isinstance(value, int | float) else f"| `simulate.{name}` | {value} |"
+        for name, value in estimates.items()
+    ]
+    shape = costs_of(config)[1]
+    lines.append(f"| tree: levels x width / nodes verified | {shape} |")
     return "\n".join(lines) + "\n"

@@ -66,8 +66,10 @@ class WorkerSample:
 
 
 def tally_steps(tallies: dict[tuple[str, str], StepTally], records: Iterable[CaptureRecord]) -> None:
-    """Add the records' verify steps to `tallies`."""
+    """Add the records' verify steps to `tallies`, but those in which the drafter rested."""
     for record in records:
         for step in record.verify_steps:
+            if not len(step.draft_tokens):
+                continue
             key, tokens = (step.drafter_version, record.domain), step.accepted + 1
             tallies[key] = tallies.get(key, StepTally()) + StepTally(1, tokens, tokens * tokens)

@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 
 import ray
 from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from draftloop.core.config import RouterConfig
 from draftloop.core.errors import DraftloopError
@@ -85,7 +86,9 @@ class RouterKeeper:
         self._actor.route.remote([url] if add else [], [] if add else [url])
 
     def _start(self) -> None:
-        options: dict[str, Any] = {"name": ACTOR_NAME, "num_cpus": 0}
+        # Beside the controller: of several machines, the one that clients are told of.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+        options: dict[str, Any] = {"name": ACTOR_NAME, "num_cpus": 0, "scheduling_strategy": here}
         if self._durable:
             options["lifetime"] = "detached"
         try:

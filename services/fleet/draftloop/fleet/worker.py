@@ -10,6 +10,7 @@ from typing import Any
 import ray
 
 from draftloop.capture.collector import Collector, CollectorCounts
+from draftloop.capture.privacy import Redaction, load_redactor
 from draftloop.capture.ring import RingOwner, new_ring_name
 from draftloop.capture.transport import Delivery, Outbox, Receipt
 from draftloop.core.config import CapturePolicy, Config
@@ -18,13 +19,14 @@ from draftloop.core.manifest import Manifest
 from draftloop.core.records import CaptureRecord
 from draftloop.drafters.checkpoint import verify_checkpoint
 from draftloop.drafters.device import serving_dtype, use_cuda
+from draftloop.drafters.load.served import ServedCosts
 from draftloop.drafters.target import target_identity
 from draftloop.fleet.attached import UNNAMED_VERSION, drafter_of, ring_of
 from draftloop.fleet.counters import DecodeCounters, StepTally, WorkerSample, tally_steps
 from draftloop.fleet.stall import StallProbe
 from draftloop.sglang.algorithms import Algorithm
 from draftloop.sglang.client import ServerClient
-from draftloop.sglang.load.settings import LoadSettings, read_report
+from draftloop.sglang.load.settings import REPORT_FILE, read_report
 from draftloop.sglang.server import (
     ServerProcess,
     Speculation,
@@ -39,6 +41,7 @@ from draftloop.trainer.ray_transport import make_transport
 
 # Our own measurements and probes travel under this domain; they are never captured.
 UNCAPTURED_DOMAIN = "heldout"
+ALL_ADDRESSES = "0.0.0.0"
 _MIB = 1 << 20
 
 
@@ -66,6 +69,7 @@ class Worker:
         self._outbox: Outbox | None = None
         self._serving: Manifest | None = None
         self._steps: dict[tuple[str, str], StepTally] = {}
+        self._redaction = Redaction(load_redactor(config.privacy.redactor, config.privacy.redactor_options))
 
     def start(self, drafter: Path | None) -> str:
         """Start the server and return its URL when it answers. drafter: checkpoint folder, None for plain decoding.
@@ -81,9 +85,14 @@ class Worker:
             self._serving = verify_checkpoint(drafter, target_identity(self._target), layer_ids)
             speculation = Speculation(drafter, self._serving.version, self._serving.kind)
             tap = self._open_tap(speculation.algorithm)
-            load = self._follow_load(speculation)
+            load = load_settings(self._config, speculation, self.load_folder)
+            self.load_folder.mkdir(parents=True, exist_ok=True)
+            # What an earlier server of this place said is not this one's.
+            (self.load_folder / REPORT_FILE).unlink(missing_ok=True)
         command = server_command(self._target, self._config.target, server, port, speculation)
-        url = f"http://{server.host}:{port}"
+        # Every address is none that a router elsewhere could use.
+        host = ray.util.get_node_ip_address() if server.host == ALL_ADDRESSES else server.host
+        url = f"http://{host}:{port}"
         try:
             self._server = ServerProcess(command, server_environment(self._config, tap, load), url, self._log)
             self._server.wait_ready(server.start_timeout_s)
@@ -144,13 +153,13 @@ class Worker:
 
     def speculation(self) -> dict[str, Any] | None:
         """What the server last said about following its load (`draftloop.sglang.load.report`); None if it does not."""
-        return read_report(self.load_folder)
+        report = read_report(self.load_folder)
+        return report if report is not None and report["served"]["follows"] else None
 
-    def _follow_load(self, speculation: Speculation) -> LoadSettings | None:
-        settings = load_settings(self._config, speculation, self.load_folder)
-        if settings is not None:
-            self.load_folder.mkdir(parents=True, exist_ok=True)
-        return settings
+    def costs(self) -> ServedCosts | None:
+        """What the server's own steps cost; None before it has served any, or when something else started it."""
+        report = read_report(self.load_folder)
+        return None if report is None else ServedCosts.load(report["served"])
 
     def _confirm_tap(self) -> None:
         """SGLang sends itself a warm-up request; a hooked scheduler has captured it."""
@@ -162,10 +171,10 @@ class Worker:
         self.set_capture(self._config.capture.policy)
 
     def take(self, most: int) -> list[CaptureRecord]:
-        """Up to `most` captured records, oldest first."""
+        """Up to `most` captured records, redacted, oldest first. Raises PrivacyError for a redactor that fails."""
         records = [] if self._collector is None else self._collector.take(most)
         tally_steps(self._steps, records)
-        return records
+        return self._redaction.let_out(records)
 
     def sample(self) -> WorkerSample:
         """How the server is and what it has counted. Never raises: a server that does not answer is `problem`."""
@@ -198,7 +207,8 @@ class Worker:
         return self._outbox.offer(most, receipt)
 
     def _lost(self) -> int:
-        return 0 if self._collector is None else self._collector.counts().records_dropped
+        lost = 0 if self._collector is None else self._collector.counts().records_dropped
+        return lost + self._redaction.withheld
 
     def counts(self) -> CollectorCounts:
         """Raises ServerError when the server has died."""

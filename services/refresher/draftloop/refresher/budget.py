@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from draftloop.core.step_costs import StepCosts
+from draftloop.drafters.load.served import ServedCosts
 
 
 class TrainingBudget:
@@ -35,28 +36,32 @@ class TrainingBudget:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationPolicy:
-    """Whether speculation pays, by a measured cost model.
+    """Whether speculation pays, by what the servers measured about their steps at the batches they run.
 
-    batch: running requests it is judged at.  nodes, depth: of the served tree.  margin: the share by which the other
-    way must win to be taken, so that noise does not switch to and fro.
+    servers: at least one; tokens/s are of all together.  margin: the share by which the other way must win to be
+    taken, so that noise does not switch to and fro.
     """
 
-    costs: StepCosts
-    batch: float
-    nodes: int
-    depth: int
+    servers: Sequence[ServedCosts]
     margin: float = 0.05
 
     def tokens_per_s(self, accept_length: float) -> float:
-        """Predicted, of the whole batch, with speculation."""
-        return self.costs.tokens_per_s(self.batch, self.nodes, self.depth, accept_length)
+        """Predicted with speculation."""
+        return sum(server.tokens_per_s(accept_length) for server in self.servers)
 
     @property
     def plain_tokens_per_s(self) -> float:
-        """Predicted, of the whole batch, without speculation."""
-        return self.costs.plain_tokens_per_s(self.batch)
+        """Predicted without speculation."""
+        return sum(server.plain_tokens_per_s for server in self.servers)
+
+    @property
+    def follows(self) -> bool:
+        """Whether the servers go to plain decoding by themselves."""
+        return all(server.follows for server in self.servers)
 
     def wanted(self, speculating: bool, accept_length: float) -> bool:
-        """Whether to speculate from now on."""
+        """Whether to speculate from now on. Servers that follow their load have decided it, each step anew."""
+        if self.follows:
+            return sum(server.resting for server in self.servers) < len(self.servers) / 2
         speedup = self.tokens_per_s(accept_length) / self.plain_tokens_per_s
         return speedup >= 1.0 - self.margin if speculating else speedup > 1.0 + self.margin

@@ -88,10 +88,12 @@ class Controller:
         self.fleet = make_fleet(paths.of, self._blame)
 
     def open(self) -> None:
-        """Take over what an earlier controller left."""
+        """Take over what an earlier controller left; one that was killed may have left its last word unsaid."""
         if not self._registry.knows(self.promoted):
             self._registry.add(self._paths.of(self.promoted))
-            self._registry.move(self.promoted, "promoted", "the fleet started with it")
+        serving = self._registry.serving()
+        if self.idle and (serving is None or serving.name != self.promoted):
+            self._registry.move(self.promoted, "promoted", "it serves")
         self.fleet.adopt(self._state.router_port)
 
     def _blame(self, worker: str, version: str, reason: str) -> None:
@@ -158,12 +160,15 @@ class Controller:
 
     def _keep(self, rollout: Rollout, step: Step | None, workers: int | None = None) -> None:
         """Save first, then say so; acting comes last."""
+        ordered = self._state.rollout.ordered
         state = FleetState(workers=workers or self._state.workers, rollout=rollout, router_port=self.fleet.router.port)
         if state != self._state:
             state.save(self._paths.root)
             self._state = state
         if step is not None:
-            if step.event != "rolling":
+            if step.event == "rolled_out" and ordered:
+                self._registry.roll_back(step.version, step.reason)
+            elif step.event != "rolling":
                 self._registry.move(step.version, ENTERS[step.event], step.reason)
             self._emit(step.event, t_s=self._now(), version=step.version, reason=step.reason)
 
@@ -183,8 +188,12 @@ class Controller:
         return workers
 
     def rollback(self, version: str) -> str:
-        """Serve an earlier version everywhere, whatever is under way; returns it. Raises DraftloopError."""
+        """Serve an earlier version everywhere, whatever is under way; returns it.
+
+        Raises VersionError when it never served or is tainted, ManifestError or CheckpointError when it does not fit.
+        """
         with self._lock:
+            self._registry.check_restorable(version)
             self._check_fits(self._paths.of(version))
             self._keep(*order(self._state.rollout, version))
         return version
@@ -246,7 +255,7 @@ class Controller:
                 "wanted_workers": self._state.workers,
                 "rollout": rollout.model_dump(),
                 "verdict": self._verdict.reason,
-                "versions": sorted(path.name for path in self._paths.checkpoints.glob("[!.]*")),
+                "versions": self._registry.restorable(),
                 "captured": asdict(self._captured.total),
             }
 

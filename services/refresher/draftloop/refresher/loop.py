@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import math
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import ray
+from ray.exceptions import RayActorError
 
 from draftloop.capture.collector import CollectorCounts
 from draftloop.capture.ledger import Counts
 from draftloop.capture.transport import Receipt
 from draftloop.core.config import Config
 from draftloop.core.errors import DraftloopError
+from draftloop.drafters.load.served import ServedCosts
 from draftloop.drafters.online import StepReport
+from draftloop.fleet.fleet import Emit
 from draftloop.fleet.worker import WorkerSwap
-from draftloop.refresher.budget import SpeculationPolicy
-from draftloop.refresher.gate import Decision, decide
+from draftloop.refresher.candidates import Candidates, next_version
 from draftloop.refresher.watch import Said, Watch
 from draftloop.trainer.trainer import Comparison
 from draftloop.trainer.vocabulary import VocabularyChange
@@ -27,12 +29,6 @@ from draftloop.trainer.vocabulary import VocabularyChange
 TRAIN_SLICE_S = 2.0
 RECORDS_A_TURN = 64
 SAMPLED_STEP_EVERY = 5
-
-
-class Emit(Protocol):
-    """Where events go: `EventLog.emit` and the live view."""
-
-    def __call__(self, kind: Any, **data: Any) -> None: ...
 
 
 @dataclass
@@ -58,7 +54,6 @@ class Refresher:
     """Drives one worker and one trainer, both Ray actor handles. `turn` is called as long as the loop should run.
 
     checkpoints: folder that holds one folder a version. now: seconds since the run started, for events.
-    speculation: a measured cost model; without one nothing is said about tokens/s.
     """
 
     def __init__(
@@ -70,20 +65,20 @@ class Refresher:
         serving: str,
         emit: Emit,
         now: Callable[[], float],
-        speculation: SpeculationPolicy | None = None,
     ) -> None:
         self._worker = worker
         self._trainer = trainer
         self._config = config
-        self._checkpoints = checkpoints
         self._emit = emit
         self._now = now
         self._next_gate = time.monotonic() + config.gate.every_seconds
-        self._next_version = next_version(checkpoints)
         self._step_at_last_gate = 0
         self._queued: Any = None
         self._receipts: dict[Any, Receipt] = {}
-        self._watch = Watch(config, serving, speculation)
+        self._watch = Watch(config, serving)
+        self._candidates = Candidates(
+            config, checkpoints, next_version(checkpoints), emit, now, self._watch.predicted_tokens_per_s
+        )
         self.state = LoopState(versions=[serving])
 
     def turn(self) -> None:
@@ -93,6 +88,7 @@ class Refresher:
         # One slice is always queued behind the running one, so that the trainer never waits for this loop.
         running, self._queued = self._queued, self._next_slice()
         self._note_records(moving)
+        self._watch.measured(self._step_costs())
         self._say(self._watch.traffic(ray.get(seen)))
         if self._watch.rebuild_wanted:
             self._rebuild_vocabulary()
@@ -116,6 +112,14 @@ class Refresher:
         self.state.captured = ray.get(self._worker.counts.remote())
         self._receipts = {worker: ray.get(coming) for worker, coming in moving.items()}
         self.state.buffer = self._receipts[self._worker].counts
+
+    def _step_costs(self) -> list[ServedCosts]:
+        """What the servers measured about their steps; one that died, or has not served yet, says nothing."""
+        costs: list[ServedCosts] = []
+        for coming in [worker.costs.remote() for worker in self._workers()]:
+            with contextlib.suppress(RayActorError):
+                costs += filter(None, [ray.get(coming)])
+        return costs
 
     def _next_slice(self) -> Any:
         return self._trainer.train.remote(TRAIN_SLICE_S) if self._watch.training else None
@@ -164,40 +168,14 @@ class Refresher:
         if comparison is None:
             return
         self._step_at_last_gate = self.state.train_steps
-        version = f"v{self._next_version}"
-        self._next_version += 1
-        before, after = comparison.before, comparison.after
-        decision = decide(before, after, self._config.gate, self._config.seed + self._next_version)
-        gate = self._gate_figures(version, comparison, decision)
-        self._emit("candidate", t_s=self._now(), **gate)
-        self._say(self._watch.candidate(decision))
-        if not decision.promote:
-            self._refuse(gate, decision.reason)
+        trial = self._candidates.judge(comparison)
+        self._say(self._watch.candidate(trial.decision))
+        if not trial.decision.promote:
+            self.state.refused += 1
             return
-        folder: Path = ray.get(
-            self._trainer.save_candidate.remote(self._checkpoints / version, version, comparison.metrics)
-        )
-        self._emit("promoted", t_s=self._now(), reason=decision.reason, **gate)
-        self._put_in_service(folder, version)
-
-    def _gate_figures(self, version: str, comparison: Comparison, decision: Decision) -> dict[str, Any]:
-        """What an event says about a candidate: lengths, bounds of the gain, change by domain, predicted tokens/s."""
-        before, after = comparison.before.accept_length, comparison.after.accept_length
-        gain = decision.gain
-        return {
-            "version": version,
-            "gate_before": before,
-            "gate_after": after,
-            "gain_bounds": [] if gain is None or not math.isfinite(gain.low) else [gain.low, gain.high],
-            "by_domain": decision.by_domain,
-            "records": comparison.records,
-            "tokens_per_s_before": self._watch.predicted_tokens_per_s(before),
-            "tokens_per_s_after": self._watch.predicted_tokens_per_s(after),
-        }
-
-    def _refuse(self, gate: dict[str, Any], reason: str) -> None:
-        self.state.refused += 1
-        self._emit("refused", t_s=self._now(), reason=reason, **gate)
+        folder: Path = ray.get(self._trainer.save_candidate.remote(trial.folder, trial.version, comparison.metrics))
+        self._candidates.promoted(trial)
+        self._put_in_service(folder, trial.version)
 
     def _put_in_service(self, folder: Path, version: str) -> None:
         try:
@@ -218,8 +196,3 @@ class Refresher:
             copy_ms=done.report.update_ms,
             checksum_ok=done.report.checksum_ok,
         )
-
-
-def next_version(checkpoints: Path) -> int:
-    """One more than the highest number of a folder vN."""
-    return 1 + max((int(path.name[1:]) for path in checkpoints.glob("v*") if path.name[1:].isdigit()), default=0)

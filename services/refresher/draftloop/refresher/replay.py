@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from draftloop.capture.record_file import TimedRecord
 from draftloop.core.config import Config
 from draftloop.core.manifest import Manifest
 from draftloop.core.versions import Version, VersionRegistry
-from draftloop.refresher.gate import decide
-from draftloop.refresher.loop import RECORDS_A_TURN, Emit
+from draftloop.fleet.fleet import Emit
+from draftloop.refresher.candidates import Candidates
+from draftloop.refresher.loop import RECORDS_A_TURN
 from draftloop.trainer.trainer import Trainer
 
 
@@ -28,13 +28,14 @@ class Replay:
     def __init__(self, target: Path, drafter: Path, config: Config, out: Path, steps: int, emit: Emit) -> None:
         self._config = config
         self._steps = steps
-        self._emit = emit
-        self._checkpoints = out / "checkpoints"
+        self._now = 0.0
         self._trainer = Trainer(target, drafter, config)
         self._registry = VersionRegistry(out)
         first = self._registry.add(drafter)
         self._registry.move(first.name, "promoted", "the replay begins with it")
-        self._next = int(first.name[1:]) + 1 if first.name[1:].isdigit() else 1
+        number = int(first.name[1:]) + 1 if first.name[1:].isdigit() else 1
+        # Without a server nobody knows what a step costs.
+        self._candidates = Candidates(config, out / "checkpoints", number, emit, lambda: self._now, lambda _: None)
 
     def run(self, records: Sequence[TimedRecord]) -> list[Version]:
         """Refresh from `records`; returns the versions that were promoted, oldest first."""
@@ -46,28 +47,22 @@ class Replay:
                 self._trainer.add_records([record.record for record in turn], now=turn[-1].time)
                 due = self._steps * (begin + len(turn)) // len(part)
                 done += len(self._trainer.train_steps(due - done))
-            self._try_gate(part[-1].time - start)
+            self._now = part[-1].time - start
+            self._try_gate()
         return [version for version in self._registry.all() if version.state == "promoted"][1:]
 
-    def _try_gate(self, t_s: float) -> None:
+    def _try_gate(self) -> None:
         comparison = self._trainer.compare()
         if comparison is None:
             return
-        version = f"v{self._next}"
-        self._next += 1
-        before, after = comparison.before, comparison.after
-        gate: dict[str, Any] = {"version": version, "gate_before": before.accept_length}
-        gate["gate_after"] = after.accept_length
-        decision = decide(before, after, self._config.gate, self._config.seed + self._next)
-        self._emit("candidate", t_s=t_s, **gate)
-        if not decision.promote:
-            self._emit("refused", t_s=t_s, reason=decision.reason, **gate)
+        trial = self._candidates.judge(comparison)
+        if not trial.decision.promote:
             return
-        folder = self._trainer.save_candidate(self._checkpoints / version, version, comparison.metrics)
+        folder = self._trainer.save_candidate(trial.folder, trial.version, comparison.metrics)
         self._registry.add(folder)
-        self._registry.move(version, "promoted", decision.reason)
+        self._registry.move(trial.version, "promoted", trial.decision.reason)
         self._trainer.promoted(folder)
-        self._emit("promoted", t_s=t_s, reason=decision.reason, **gate)
+        self._candidates.promoted(trial)
 
 
 def _intervals(records: Sequence[TimedRecord], start: float, every_s: float) -> Iterator[list[TimedRecord]]:

@@ -37,6 +37,11 @@ class Rollout(BaseModel):
     canary_worker: str | None = None
 
     @property
+    def ordered(self) -> bool:
+        """Whether an operator's version is on its way to every worker."""
+        return self.stage == "rolling" and self.previous is None
+
+    @property
     def canary(self) -> Canary | None:
         if self.stage != "canary" or self.canary_worker is None or self.candidate is None:
             return None

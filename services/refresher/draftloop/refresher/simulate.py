@@ -20,7 +20,10 @@ from typing import Literal
 
 import numpy as np
 
-from draftloop.core.step_costs import MeasuredStep, StepCosts
+from draftloop.drafters.load.cost_model import CostModel
+from draftloop.drafters.load.shapes import PLAIN, Shape
+
+DEFAULT_TREE = Shape(3, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -41,20 +44,19 @@ class Fleet:
 
     trainers: devices the trainer holds, which could serve instead.  clients: requests in flight over the whole fleet,
     each followed by the next (closed loop); None with `arrivals` a second (open loop).  tokens, lengths: of an answer,
-    on average, and their law.  nodes, depth: of the served tree (1 and 0: plain decoding).
+    on average, and their law.  shape: of the served tree.
     trainer_rate: tokens a second one trainer device learns from; 0: nothing is ever learned.
     """
 
     workers: int
-    costs: StepCosts
+    costs: CostModel
     curve: LearningCurve
     clients: int | None = None
     arrivals: float = 0.0
     batch: int = 16
     tokens: float = 500.0
     lengths: Literal["exponential", "fixed"] = "exponential"
-    nodes: int = 8
-    depth: int = 3
+    shape: Shape = DEFAULT_TREE
     trainers: int = 1
     trainer_rate: float = 0.0
     sample_rate: float = 1.0
@@ -94,9 +96,10 @@ class Outcome:
 
 
 class _Worker:
-    """One worker. `served`: tokens that a request has got which runs since the beginning."""
+    """One worker. `served`: tokens that a request has got which runs since the beginning.  seconds: of a step, by the
+    requests in it."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, seconds: Sequence[float]) -> None:
         self._fleet = fleet
         self.accept = fleet.curve.accept_length(0.0)
         self.served = self.now = self.tokens = 0.0
@@ -104,7 +107,7 @@ class _Worker:
         self.running: list[tuple[float, int, float]] = []
         self.waiting: deque[tuple[float, int, float]] = deque()
         self.stamp = 0
-        self._seconds = [0.0] + [fleet.costs.seconds(b, fleet.nodes, fleet.depth) for b in range(1, fleet.batch + 1)]
+        self._seconds = seconds
 
     @property
     def load(self) -> int:
@@ -149,7 +152,9 @@ class Simulation:
     def __init__(self, fleet: Fleet, seed: int) -> None:
         self.fleet = fleet
         self._rng = np.random.default_rng(seed)
-        self._workers = [_Worker(fleet) for _ in range(fleet.workers)]
+        costs = fleet.costs
+        seconds = [costs.seconds(fleet.shape, batch, costs.usual_context) for batch in range(1, fleet.batch + 1)]
+        self._workers = [_Worker(fleet, [0.0, *seconds]) for _ in range(fleet.workers)]
         self._events: list[tuple[float, int, int, int, float]] = []
         self._order = 0
         # Who has how many requests, stale entries included; the worker's own number is the truth.
@@ -280,7 +285,7 @@ def forecast(fleet: Fleet, seconds: float, seed: int) -> Forecast:
     refreshed = Simulation(fleet, seed).run(seconds)
     same_devices = replace(fleet, workers=fleet.workers + fleet.trainers, trainer_rate=0.0)
     static = Simulation(same_devices, seed).run(seconds)
-    plain = replace(same_devices, nodes=1, depth=0, curve=LearningCurve(1.0, 1.0, 1.0))
+    plain = replace(same_devices, shape=PLAIN, curve=LearningCurve(1.0, 1.0, 1.0))
     speed = refreshed.tokens_per_s
     return Forecast(
         workers=fleet.workers,
@@ -303,24 +308,3 @@ def _break_even(refreshed: Outcome, static: Outcome) -> int | None:
     behind = [second for second, is_ahead in enumerate(ahead) if not is_ahead]
     start = behind[-1] + 1 if behind else 0
     return sum(at <= start for at in refreshed.finished)
-
-
-@dataclass(frozen=True)
-class MeasuredRun:
-    """A real server under constant load. batch: requests in flight."""
-
-    batch: int
-    nodes: int
-    depth: int
-    tokens_per_s: float
-    accept_length: float
-
-
-def calibrate(runs: Sequence[MeasuredRun]) -> StepCosts:
-    """The step costs that explain measured throughputs; prefill and the clients' pauses are part of them."""
-    return StepCosts.fit(
-        [
-            MeasuredStep(run.batch, run.nodes, run.depth, run.batch * run.accept_length / run.tokens_per_s)
-            for run in runs
-        ]
-    )

@@ -12,11 +12,12 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from draftloop.capture.privacy import PrivacyError
 from draftloop.core.config import Config
 from draftloop.core.errors import DraftloopError
 from draftloop.drafters.device import use_cuda
 from draftloop.fleet.fleet import Emit
-from draftloop.fleet.ray_errors import one_line
+from draftloop.fleet.ray_errors import one_line, plain_error
 from draftloop.refresher.controller import BusyError, Controller, Paths
 from draftloop.refresher.loop import LoopState, Refresher
 from draftloop.trainer.trainer import TrainerActor
@@ -42,8 +43,11 @@ class FleetRefresher(Refresher):
         """A worker that died with its records is the controller's news; a dead trainer ends this loop."""
         self._receipts = {}
         for worker, coming in moving.items():
-            with contextlib.suppress(RayError):
+            try:
                 self._receipts[worker] = ray.get(coming)
+            except RayError as error:
+                if isinstance(failed := plain_error(error), PrivacyError):
+                    self._emit("error", t_s=self._now(), message=str(failed))
         self.state.buffer = ray.get(self._trainer.receive.remote(None)).counts
         serving = self._controller.promoted
         if self._controller.idle and serving != self.state.serving:

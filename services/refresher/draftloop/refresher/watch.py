@@ -5,16 +5,21 @@ No clock, no process: observations and verdicts in, events out. The loop emits t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from draftloop.capture.observation import Observation
 from draftloop.core.config import Config
 from draftloop.core.events import EventKind
+from draftloop.drafters.load.served import ServedCosts
 from draftloop.refresher.budget import SpeculationPolicy, TrainingBudget
 from draftloop.refresher.drift import DriftMonitor
 from draftloop.refresher.gate import Decision
+
+# What an operator can do where servers that keep their one shape would be faster without it.
+ADVICE = "set speculation.follow_load=true (servers on a CPU), or a smaller server.num_steps and num_draft_tokens"
+FOLLOWED = "nothing to do: the servers follow their load"
 
 
 @dataclass(frozen=True)
@@ -26,17 +31,17 @@ class Said:
 
 
 class Watch:
-    """serving: the version in service.  speculation: a measured cost model; without one nothing is said about speed.
+    """serving: the version in service. Until `measured` is told what steps cost, nothing is said about speed.
 
     speculating: whether speculation is predicted to pay.  rebuild_wanted: the draft vocabulary should follow the
     traffic; `vocabulary_rebuilt` clears it.
     """
 
-    def __init__(self, config: Config, serving: str, speculation: SpeculationPolicy | None = None) -> None:
+    def __init__(self, config: Config, serving: str) -> None:
         self._config = config
         self._budget = TrainingBudget(config.drift.patience, config.gate.min_gain)
         self._monitor = DriftMonitor(config.drift, serving)
-        self._speculation = speculation
+        self._speculation: SpeculationPolicy | None = None
         self.speculating = True
         self.rebuild_wanted = False
 
@@ -44,6 +49,11 @@ class Watch:
     def training(self) -> bool:
         """Whether to spend on training now."""
         return self._budget.spending
+
+    def measured(self, servers: Sequence[ServedCosts]) -> None:
+        """Take what the servers say their steps cost, the newest of each."""
+        if servers:
+            self._speculation = SpeculationPolicy(servers)
 
     def traffic(self, observations: Iterable[Observation]) -> list[Said]:
         """Take what newly captured records say."""
@@ -59,16 +69,22 @@ class Watch:
 
     def _weigh_speculation(self) -> list[Said]:
         """Speculation begins to lose against plain decoding, or to win again."""
-        length = self._monitor.accept_length
-        if self._speculation is None or length is None:
+        length, policy = self._monitor.accept_length, self._speculation
+        if policy is None or length is None:
             return []
-        wanted = self._speculation.wanted(self.speculating, length)
+        wanted = policy.wanted(self.speculating, length)
         if wanted == self.speculating:
             return []
         self.speculating = wanted
-        action = "speculation_on" if wanted else "speculation_off"
-        speed = {"before": self._speculation.plain_tokens_per_s, "now": self._speculation.tokens_per_s(length)}
-        return [Said("drift", {"signal": "speculation", "action": action, **speed})]
+        data: dict[str, Any] = {
+            "signal": "speculation",
+            "action": "speculation_on" if wanted else "speculation_off",
+            "before": policy.plain_tokens_per_s,
+            "now": policy.tokens_per_s(length),
+        }
+        if not wanted:
+            data["advice"] = FOLLOWED if policy.follows else ADVICE
+        return [Said("drift", data)]
 
     def candidate(self, decision: Decision) -> list[Said]:
         """Take the gate's verdict: training pauses when candidate after candidate gains nothing."""
@@ -78,7 +94,7 @@ class Watch:
         return [Said("training_paused", {"reason": f"{patience} candidates in a row gained less than {least:g}"})]
 
     def predicted_tokens_per_s(self, accept_length: float) -> float | None:
-        """At the policy's batch; None without a cost model."""
+        """Of all servers at the batches they run; None before they measured their steps."""
         return None if self._speculation is None else self._speculation.tokens_per_s(accept_length)
 
     def new_drafter(self, version: str) -> None:

@@ -1,13 +1,13 @@
 """The trainer: records in, candidates out. A Ray actor around `draftloop.drafters.online`.
 
-A delivery is redacted, written to the journal, and only then acknowledged; a step marks the records it used. So a
+A delivery is written to the journal, and only then acknowledged; a step marks the records it used. So a
 trainer that was killed goes on with the records, and the books, that it had.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from draftloop.capture.buffer import ReplayBuffer
 from draftloop.capture.journal import JOURNAL_FOLDER, Journal, Kept
 from draftloop.capture.ledger import Counts
 from draftloop.capture.observation import Observation, observe
-from draftloop.capture.privacy import TAINT_REASON, Deletions, Subjects, load_redactor
+from draftloop.capture.privacy import TAINT_REASON, Deletions, Subjects
 from draftloop.capture.transport import Delivery, Receipt, RecordTransport, TransportError
 from draftloop.core.config import Config
 from draftloop.core.manifest import Lineage, Manifest
@@ -72,7 +72,6 @@ class Trainer:
         self._device = "cuda" if use_cuda(config.trainer.device) else "cpu"
         if self._device == "cpu":
             torch.set_num_threads(config.trainer.threads)
-        self._redact = load_redactor(config.privacy.redactor, config.privacy.redactor_options)
         weights = load_target_weights(target)
         self._end_ids = end_ids(read_target_config(target))
         self._serving, self._manifest = self._load(serving)
@@ -112,12 +111,12 @@ class Trainer:
 
         dropped: captured records that were lost on the way.  source, sequence: who delivers, and its running number
         from 1 on; a delivery that came before is passed over; 0: not numbered.  now: when they were received, seconds
-        since the epoch; None: now.  Raises JournalError when they cannot be kept, PrivacyError for a bad redactor.
+        since the epoch; None: now.  Raises JournalError when they cannot be kept.
         """
         received = time.time() if now is None else now
         self._obey_privacy(received)
         if not self._buffer.has(source, sequence):
-            wanted = list(self._admitted(records, received))
+            wanted = [record for record in records if not self._forgotten(record, received)]
             self._buffer.add(wanted, received, dropped + len(records) - len(wanted), source, sequence)
             self._observations += [observe(record, self._spoken) for record in wanted]
         return self._buffer.counts
@@ -143,13 +142,9 @@ class Trainer:
             records, lost = [], delivery.records
         self.add_records(records, delivery.dropped + lost, delivery.source, delivery.sequence)
 
-    def _admitted(self, records: Sequence[CaptureRecord], received: float) -> Iterator[CaptureRecord]:
-        for record in records:
-            if self._deletions is not None and self._deletions.cover(record, received):
-                continue
-            redacted = self._redact(record)
-            if redacted is not None:
-                yield redacted
+    def _forgotten(self, record: CaptureRecord, received: float) -> bool:
+        """Whether somebody demanded it before it came."""
+        return self._deletions is not None and self._deletions.cover(record, received)
 
     def _obey_privacy(self, now: float) -> None:
         """Delete what users demanded since the last time, and what is older than the retention time."""

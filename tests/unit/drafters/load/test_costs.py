@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from draftloop.drafters.load.cost_model import CostModel, Experts, RowCost, StartUp
+from draftloop.drafters.load.served import ServedCosts
 from draftloop.drafters.load.shapes import BUDGETS, PLAIN, Shape, block_shapes, candidates, tree_shapes
 
 TARGET = RowCost((1, 8, 16, 64), (0.020, 0.024, 0.036, 0.120))
@@ -89,6 +92,50 @@ def test_a_disturbed_step_teaches_nothing() -> None:
     before = model.seconds(PLAIN, 4, 100.0)
     model.observe(PLAIN, 4, 100.0, 2.0)
     assert model.seconds(PLAIN, 4, 100.0) == before
+
+
+# --- on its way out of the server
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 2**32 - 1), st.booleans())
+def test_a_dumped_model_predicts_and_learns_as_the_one_it_was(seed: int, sparse: bool) -> None:
+    rng = np.random.default_rng(seed)
+    experts = Experts.balanced(2, 4, 2) if sparse else None
+    model = CostModel(StartUp(TARGET, DRAFT, experts=experts, expert_seconds=1e-4 if sparse else 0.0))
+
+    def learn(model: CostModel, steps: list[tuple[Shape, int, float, float]]) -> None:
+        for shape, batch, context, noise in steps:
+            model.observe(shape, batch, context, truth(shape, batch, context, 1.3, 0.01) * noise)
+
+    def steps() -> list[tuple[Shape, int, float, float]]:
+        return [
+            (SHAPES[rng.integers(len(SHAPES))], int(rng.integers(1, 20)), float(rng.uniform(9, 400)), float(noise))
+            for noise in rng.lognormal(0.0, 0.1, 30)
+        ]
+
+    learn(model, steps())
+    again = CostModel.load(json.loads(json.dumps(model.dump())))
+    for _ in range(2):
+        for shape in SHAPES:
+            for batch in (1, 7, 40):
+                assert again.seconds(shape, batch, 150.0) == model.seconds(shape, batch, 150.0)
+        more = steps()
+        learn(model, more)
+        learn(again, more)
+    assert again.usual_context == model.usual_context
+
+
+def test_tokens_a_second_of_a_mix_of_batches() -> None:
+    """By hand: three steps of batch 2 and one of batch 8, each with its own time."""
+    model = CostModel(StartUp(RowCost.line(0.02, 0.001), RowCost.line(0.002, 0.0), 0.0, 0.0, 0.0))
+    served = ServedCosts(Shape(2, 4, 6), follows=False, batches={2: 3.0, 8: 1.0}, resting=0.25, costs=model)
+    steps = 3 * (0.02 + 12 * 0.001 + 2 * 0.002) + 1 * (0.02 + 48 * 0.001 + 2 * 0.002)
+    assert served.tokens_per_s(1.5) == pytest.approx(1.5 * (3 * 2 + 8) / steps)
+    assert served.plain_tokens_per_s == pytest.approx((3 * 2 + 8) / (3 * 0.022 + 0.028))
+    again = ServedCosts.load(json.loads(json.dumps(served.dump())))
+    assert (again.shape, again.follows, again.resting) == (served.shape, served.follows, served.resting)
+    assert again.tokens_per_s(1.5) == served.tokens_per_s(1.5)
 
 
 # --- mixture of experts

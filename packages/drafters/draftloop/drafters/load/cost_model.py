@@ -8,15 +8,21 @@
 
 The weights of these terms start at what start-up measured and are then tracked by a Kalman filter over the steps'
 wall time. What they cannot express stays in one ratio for each (shape, batch) that was seen.
+
+One model serves all who ask what a step costs: the chooser inside a server, the gate and the fleet simulation outside
+it, which read the server's (`served.ServedCosts`) or build one from estimates.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 
 from draftloop.drafters.load.shapes import Shape
 
@@ -40,6 +46,11 @@ class RowCost:
 
     rows: tuple[int, ...]
     seconds: tuple[float, ...]
+
+    @classmethod
+    def line(cls, base: float, per_row: float) -> RowCost:
+        """`base` for reading the weights, and so much more for each row."""
+        return cls((1, 2), (base + per_row, base + 2.0 * per_row))
 
     def __call__(self, rows: float) -> float:
         """Beyond the last point the last slope goes on: from there on arithmetic is the bound."""
@@ -84,6 +95,9 @@ class StartUp:
     expert_seconds: float = 0.0
 
 
+_START_UP = TypeAdapter(StartUp)
+
+
 def bucket(batch: int) -> int:
     """Batch sizes that are remembered together: 1, 2, 3, 4, 5-6, 7-9, 10-13, 14-19, ..."""
     return round(2.0 * float(np.log2(batch)))
@@ -112,6 +126,29 @@ class CostModel:
         self.usual_context = 1.0
         self._fixed: dict[tuple[Shape, int], NDArray[np.float64]] = {}
         self._seen: dict[tuple[Shape, int], _Seen] = {}  # by shape and `bucket`
+
+    def dump(self) -> dict[str, Any]:
+        """Plain JSON: all that `load` needs to predict, and to learn on."""
+        return {
+            "start": asdict(self._start),
+            "weights": self._weights.tolist(),
+            "spread": self._spread.tolist(),
+            "usual_context": self.usual_context,
+            "seen": [
+                [shape.depth, shape.width, shape.nodes, place, seen.count, seen.log_seconds, seen.terms.tolist()]
+                for (shape, place), seen in self._seen.items()
+            ],
+        }
+
+    @classmethod
+    def load(cls, data: Mapping[str, Any]) -> CostModel:
+        """The inverse of `dump`. Raises KeyError, TypeError or ValueError for anything else."""
+        model = cls(_START_UP.validate_python(data["start"]))
+        model._weights, model._spread = np.array(data["weights"]), np.array(data["spread"])
+        model.usual_context = float(data["usual_context"])
+        for depth, width, nodes, place, count, log_seconds, terms in data["seen"]:
+            model._seen[Shape(depth, width, nodes), place] = _Seen(count, log_seconds, np.array(terms))
+        return model
 
     def terms(self, shape: Shape, batch: int, context: float) -> NDArray[np.float64]:
         """What each weight multiplies. context: mean tokens of a request."""

@@ -1,4 +1,4 @@
-"""What the scheduler says about its speculation, for the run's events and report."""
+"""What the scheduler says about its speculation: for the gate, and for the run's events and report."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import json
 import time
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from draftloop.drafters.load.calibration import Reliability
 from draftloop.drafters.load.cost_model import CostModel
+from draftloop.drafters.load.served import ServedCosts
 from draftloop.drafters.load.shapes import Shape
-from draftloop.sglang.load.settings import REPORT_FILE, write_whole
+from draftloop.sglang.load.settings import REPORT_FILE, LoadSettings, write_whole
 
 EVERY_S = 2.0
+# Of the steps of late, what is left from one report to the next: half of them are from the last minute.
+KEPT = 0.977
 
 
 class LoadReport:
@@ -22,19 +24,25 @@ class LoadReport:
 
     reliability: a level's [confidence, accepted, drafts] points.  calibration_error: a level's.  steps: {batch:
     {shape: steps}}.  step_ms: {batch: {shape: predicted}} of what was run.  cost_error: mean relative error of the
-    step times predicted.
+    step times predicted.  start_up_s: what timing the models took.  served: `ServedCosts.dump`.
     """
 
-    def __init__(self, folder: Path, cost: CostModel, curves: Sequence[Reliability]) -> None:
-        self._path = folder / REPORT_FILE
+    def __init__(
+        self, settings: LoadSettings, cost: CostModel, curves: Sequence[Reliability], start_up_s: float
+    ) -> None:
+        self._settings = settings
+        self._path = settings.folder / REPORT_FILE
         self._cost = cost
         self._curves = curves
+        self._start_up_s = start_up_s
         self._steps: Counter[tuple[int, Shape]] = Counter()
+        self._late: dict[tuple[int, Shape], float] = {}
         self._errors = [0.0, 0.0]
         self._written = time.monotonic()
 
     def count(self, batch: int, shape: Shape) -> None:
         self._steps[batch, shape] += 1
+        self._late[batch, shape] = self._late.get((batch, shape), 0.0) + 1.0
         if time.monotonic() - self._written > EVERY_S:
             self.write()
 
@@ -45,6 +53,15 @@ class LoadReport:
     def write(self) -> None:
         self._written = time.monotonic()
         write_whole(self._path, json.dumps(self._data()))
+        self._late = {key: KEPT * weight for key, weight in self._late.items()}
+
+    def _served(self) -> ServedCosts:
+        batches: dict[int, float] = {}
+        for (batch, _), weight in self._late.items():
+            batches[batch] = batches.get(batch, 0.0) + weight
+        resting = sum(weight for (_, shape), weight in self._late.items() if not shape.drafts)
+        shape, follow = self._settings.shapes[-1], self._settings.follow
+        return ServedCosts(shape, follow, batches, resting / sum(self._late.values()), self._cost)
 
     def _data(self) -> dict[str, Any]:
         steps: dict[int, dict[str, int]] = {}
@@ -59,4 +76,6 @@ class LoadReport:
             "steps": steps,
             "step_ms": costs,
             "cost_error": round(self._errors[0] / self._errors[1], 4) if self._errors[1] else None,
+            "start_up_s": round(self._start_up_s, 3),
+            "served": self._served().dump(),
         }

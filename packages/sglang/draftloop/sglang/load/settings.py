@@ -1,4 +1,4 @@
-"""What a server process is told about following its load, and what it reports."""
+"""What a server process is told about its steps' shapes, and what it reports."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ PIN_FILE = "pinned_shapes.json"
 
 class LoadSettings(BaseModel):
     """JSON in the environment variable DRAFTLOOP_LOAD. folder: where the scheduler writes `speculation.json` and reads
-    `pinned_shapes.json`."""
+    `pinned_shapes.json`.  shapes: those it may run, the largest last.  follow: choose among them each step; else it
+    runs the largest, and only times it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     folder: Path
     algorithm: Algorithm = "EAGLE3"
     shapes: tuple[Shape, ...]
+    follow: bool = True
     margin: float = Field(0.03, ge=0.0)
 
     @classmethod

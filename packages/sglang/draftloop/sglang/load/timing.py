@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from sglang.srt.layers.linear import LinearBase
+from sglang.srt.layers.linear import LinearBase, RowParallelLinear
 
 from draftloop.drafters.load.cost_model import Experts, RowCost, StartUp
 
@@ -21,16 +21,24 @@ def time_products(model: torch.nn.Module, head: Any, dtype: torch.dtype) -> RowC
 
     All of them one after the other, as in a forward, so that the weights stream from memory as they do there.
     """
-    timed = [*linear_layers(model), head]
-    shapes = [(module, module.weight.shape[1]) for module in timed]
+    shapes = [(module, input_width(module)) for module in [*linear_layers(model), head]]
     device = head.weight.device
 
     def run(rows: int) -> None:
         for module, width in shapes:
             module.quant_method.apply(module, inputs[width][:rows], None)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
     inputs = {width: torch.zeros(ROWS[-1], width, dtype=dtype, device=device) for _, width in shapes}
     return RowCost(ROWS, increasing_times([fastest(run, rows) for rows in ROWS]))
+
+
+def input_width(module: Any) -> int:
+    """Columns of the module's input. Not its weight's, which a quantised layer may hold in another layout."""
+    if isinstance(module, RowParallelLinear):
+        return int(module.input_size_per_partition)
+    return int(module.input_size if isinstance(module, LinearBase) else module.embedding_dim)
 
 
 def fastest(run: Callable[[int], None], rows: int) -> float:
