@@ -3,10 +3,12 @@
     python tests/bench/load_aware.py --drafter runs/demo/checkpoints/v5       about 20 minutes on 2 cores
     python tests/bench/load_aware.py                                          trains a drafter first: 10 minutes more
 
-SmolLM2 at batches 1, 2, 4, 8, 16, and a trace in which the batch jumps between them. In each round every setting
-answers the same held-out prompts; rounds are compared pair by pair, the order of the settings turns. Prompts are in
-the cache before the clock starts. Plain decoding has a server of its own, started without a drafter; the server that
-is not measured is suspended. One round before the first lets the server learn its costs and is not counted.
+SmolLM2 at batches 1, 2, 4, 8, 16, and a trace in which the batch jumps between them. As many requests as the batch
+stream for a few seconds, so that it neither fills nor drains while the clock runs: requests that gain little would
+otherwise be timed alone. In each round every setting answers the same held-out prompts; rounds are compared pair by
+pair, the order of the settings turns. Prompts are in the cache before the clock starts. Plain decoding has a server of
+its own, started without a drafter; the server that is not measured is suspended. A first stretch at every batch lets
+the server learn its costs and is not counted.
 
 Last line, JSON. worst_vs_best_fixed: at the worst batch, tokens/s over the best fixed setting's there (mean of the
 rounds' ratios, 90% bootstrap interval).  mixed_vs_best_single: over the trace, against the best one fixed setting.
@@ -19,12 +21,15 @@ import asyncio
 import json
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 from serving import Resting, speculative_worker
 from transformers import AutoTokenizer
@@ -43,7 +48,9 @@ BATCHES = (1, 2, 4, 8, 16)
 TRACE = (1, 16, 2, 8, 1, 4, 16, 1, 2, 8)
 FIXED = (Shape(1, 4, 2), Shape(2, 4, 4), Shape(3, 4, 8))
 SETTINGS = ["server.threads=2", "server.start_timeout_s=900", "speculation.follow_load=true", "capture.sample_rate=0.0"]
-HELD_OUT = 32
+HELD_OUT, HELDOUT = 32, "heldout"
+MOST_TOKENS = 600
+SAME_STEP_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -71,24 +78,54 @@ def start(worker: Worker, drafter: Path | None) -> Server:
     return Server(url, worker, resting)
 
 
-def decode(setting: Setting, batches: Sequence[Sequence[tuple[int, ...]]], tokens: int) -> float:
-    """Tokens/s of decoding each batch in turn, all its prompts at once."""
+@dataclass(frozen=True)
+class Stretch:
+    """Tokens that a batch received, and over what time."""
 
-    def ask(prompts: Sequence[tuple[int, ...]], length: int) -> None:
-        asyncio.run(
-            generate_batch(
-                setting.server.url, prompts, length, domain="heldout", concurrency=len(prompts), ignore_eos=True
-            )
-        )
+    tokens: int
+    seconds: float
 
+
+async def stream_batch(url: str, prompts: Sequence[tuple[int, ...]], seconds: float) -> Stretch:
+    """All prompts decode at once, from the first moment at which each has its first token."""
+    counts, arrivals = [0] * len(prompts), list[tuple[float, int]]()
+
+    async def stream(place: int) -> None:
+        body = {
+            "rid": f"{HELDOUT}--{uuid.uuid4().hex}",
+            "input_ids": list(prompts[place]),
+            "stream": True,
+            "sampling_params": {"temperature": 0.0, "max_new_tokens": MOST_TOKENS, "ignore_eos": True},
+        }
+        async with client.stream("POST", f"{url}/generate", json=body) as response:
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    counts[place] = json.loads(line.removeprefix("data: "))["meta_info"]["completion_tokens"]
+                    if all(counts):
+                        arrivals.append((time.perf_counter(), sum(counts)))
+
+    async with httpx.AsyncClient(timeout=600.0, trust_env=False) as client:
+        streams = [asyncio.ensure_future(stream(place)) for place in range(len(prompts))]
+        while not arrivals:
+            await asyncio.sleep(SAME_STEP_S)
+        await asyncio.sleep(seconds)
+        await client.post(f"{url}/abort_request", json={"abort_all": True})
+        await asyncio.gather(*streams)
+    # The requests of a batch receive a step's tokens together.
+    steps = [now for now, later in pairwise(arrivals) if later[0] - now[0] > SAME_STEP_S]
+    (begin, before), (end, after) = steps[0], steps[-2]  # the last one may be the abort's
+    return Stretch(after - before, end - begin)
+
+
+def decode(setting: Setting, batches: Sequence[Sequence[tuple[int, ...]]], seconds: float) -> float:
+    """Tokens/s of each batch in turn, for so many seconds each."""
     with setting.server.resting.awake():
         if setting.server.worker.load_folder.exists():
             pin(setting.server.worker.load_folder, setting.pinned)
-        ask([prompt for prompts in batches for prompt in prompts], 1)
-        begin = time.perf_counter()
-        for prompts in batches:
-            ask(prompts, tokens)
-        return sum(map(len, batches)) * tokens / (time.perf_counter() - begin)
+        prompts = [prompt for batch in batches for prompt in batch]
+        asyncio.run(generate_batch(setting.server.url, prompts, 1, domain=HELDOUT, concurrency=16, ignore_eos=True))
+        done = [asyncio.run(stream_batch(setting.server.url, batch, seconds)) for batch in batches]
+    return sum(stretch.tokens for stretch in done) / sum(stretch.seconds for stretch in done)
 
 
 Rates = dict[str, list[float]]
@@ -148,28 +185,26 @@ def heldout_prompts(target: Path) -> list[tuple[int, ...]]:
 
 
 def measure_all(
-    settings: Sequence[Setting], prompts: Sequence[tuple[int, ...]], rounds: int, tokens: int
+    settings: Sequence[Setting], prompts: Sequence[tuple[int, ...]], rounds: int, seconds: float
 ) -> dict[str, Any]:
     def some(count: int, turn: int) -> list[tuple[int, ...]]:
         return [prompts[(turn * 5 + i) % len(prompts)] for i in range(count)]
 
     def at(batch: int) -> Callable[[Setting, int], float]:
-        return lambda setting, turn: decode(setting, [some(batch, turn)], tokens)
+        return lambda setting, turn: decode(setting, [some(batch, turn)], seconds)
 
     def trace(setting: Setting, turn: int) -> float:
-        return decode(setting, [some(batch, turn + i) for i, batch in enumerate(TRACE)], tokens // 2)
+        return decode(setting, [some(batch, turn + i) for i, batch in enumerate(TRACE)], seconds)
 
     follows = settings[0]
     for batch in BATCHES:
-        decode(follows, [some(batch, 0)], 2 * tokens)
+        decode(follows, [some(batch, 0)], 3 * seconds)
     result: dict[str, Any] = {"batches": {}}
     for batch in BATCHES:
         result["batches"][batch] = against_best(compare(settings, rounds, at(batch)))
         print(f"batch {batch}: {result['batches'][batch]}", flush=True)
     result["mixed"] = against_best(compare(settings, max(2, rounds // 2), trace))
-    with follows.server.resting.awake():
-        time.sleep(EVERY_S)
-        decode(follows, [some(1, 0)], 2 * tokens)
+    decode(follows, [some(1, 0)], EVERY_S + seconds)  # until it has reported
     said = json.loads((follows.server.worker.load_folder / REPORT_FILE).read_text(encoding="utf-8"))
     worst = min(result["batches"].values(), key=lambda outcome: float(outcome["ratio"]))
     return {
@@ -187,7 +222,7 @@ def main() -> None:
     parser.add_argument("--drafter", type=Path, help="EAGLE-3 checkpoint for SmolLM2; none: train one")
     parser.add_argument("--train-minutes", type=float, default=8.0)
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--tokens", type=int, default=48, help="decoded of each prompt")
+    parser.add_argument("--seconds", type=float, default=4.0, help="that a batch decodes")
     parser.add_argument("--set", action="append", default=[], dest="overrides")
     arguments = parser.parse_args()
     with ExitStack() as stack:
@@ -203,7 +238,7 @@ def main() -> None:
             stack.callback(server.resting.resume)
         settings = [Setting("follows", speculative), Setting("plain", plain)]
         settings += [Setting(str(shape), speculative, (shape,)) for shape in FIXED]
-        result = measure_all(settings, heldout_prompts(target), arguments.rounds, arguments.tokens)
+        result = measure_all(settings, heldout_prompts(target), arguments.rounds, arguments.seconds)
         print(json.dumps(result))
 
 
