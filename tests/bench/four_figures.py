@@ -28,6 +28,7 @@ def draw_figures(found: dict[str, Any], out: Path) -> None:
             values = [v for v in found[name]["chain"]["positions"] if v is not None]
             axes.plot(range(1, len(values) + 1), values, marker="o", label=name)
     axes.set(xlabel="position of the draft in a chain", ylabel="accepted, given the earlier ones", ylim=(0, 1))
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend(fontsize=8)
     figure.savefig(out / "positions.png", dpi=100)
     figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
