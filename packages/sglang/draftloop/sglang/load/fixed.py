@@ -8,7 +8,6 @@ from draftloop.sglang.hooks import DFLASH_WORKER, EAGLE_SERVER, Hook
 from draftloop.sglang.load.meter import StepMeter
 from draftloop.sglang.load.settings import LoadSettings
 
-
 # Two steps in a row of so many, one to be timed and one that ends it: a single shape is learnt soon, and learning
 # takes the host 0.1 ms.
 SAMPLED_EVERY = 8
