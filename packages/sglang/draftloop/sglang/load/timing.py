@@ -14,12 +14,10 @@ from draftloop.drafters.load.cost_model import Experts, RowCost, StartUp
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 REPEATS = 3
-# No more repeats of a row count that took so long already: long runs vary little, and every server's start waits.
-ENOUGH_S = 0.15
 
 
 def time_products(model: torch.nn.Module, head: Any, dtype: torch.dtype) -> RowCost:
-    """Run every linear layer and the output head of `model` once a row count, up to REPEATS times; keep the fastest.
+    """Run every linear layer and the output head of `model` once a row count, REPEATS times; keep the fastest.
 
     All of them one after the other, as in a forward, so that the weights stream from memory as they do there.
     """
@@ -33,7 +31,6 @@ def time_products(model: torch.nn.Module, head: Any, dtype: torch.dtype) -> RowC
             torch.cuda.synchronize(device)
 
     inputs = {width: torch.zeros(ROWS[-1], width, dtype=dtype, device=device) for _, width in shapes}
-    run(1)  # the first one also touches what the others find in place
     return RowCost(ROWS, increasing_times([fastest(run, rows) for rows in ROWS]))
 
 
@@ -45,8 +42,8 @@ def input_width(module: Any) -> int:
 
 
 def fastest(run: Callable[[int], None], rows: int) -> float:
-    seconds: list[float] = []
-    while len(seconds) < REPEATS and sum(seconds) < ENOUGH_S:
+    seconds = []
+    for _ in range(REPEATS):
         begin = time.perf_counter()
         run(rows)
         seconds.append(time.perf_counter() - begin)
