@@ -80,6 +80,8 @@ def test_what_the_trainer_learned_rolls_over_both(fleet: FleetRun, questions: li
     assert clients.outcome.ok > 0
     version = fleet.events("rolled_out")[0].data["version"]
     assert told(fleet, "promoted", version), "it passed the gate"
+    tried = next(event.data for event in fleet.events("candidate") if event.data["version"] == version)
+    assert 0 < tried["tokens_per_s_before"] < tried["tokens_per_s_after"], "by what both servers' steps cost"
     assert told(fleet, "canary", version)
     manifest = Manifest.load(fleet.folder / "checkpoints" / version)
     assert manifest.lineage.train_steps > 0

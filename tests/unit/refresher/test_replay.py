@@ -92,6 +92,9 @@ def test_two_replays_give_the_same_versions_and_another_seed_others(
     assert 1000.0 <= manifest.lineage.first_record_time < 1100.0, "the data's own time"
     tries = [event for event in read_events(tmp_path / "two" / "events.jsonl") if event.kind == "candidate"]
     assert [event.data["t_s"] for event in tries] == [117.0, 171.0], "one a minute, once enough is held out"
+    # Says as much as a live run's gate; only what a step costs is not known.
+    assert all(event.data["records"] >= 2 and event.data["gain_bounds"] for event in tries)
+    assert {event.data["tokens_per_s_after"] for event in tries} == {None}
     assert (tmp_path / "two" / "config.yaml").exists()
 
     again = CliRunner().invoke(app, command)

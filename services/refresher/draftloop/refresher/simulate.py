@@ -6,7 +6,7 @@ the worker that has fewest. The trainer learns from captured tokens as fast as t
 the accepted length follows from what it has learned, and a drafter that gained enough is rolled over the workers, a few
 at a time, each standing still for the swap.
 
-Not modelled: prefill (its cost is in the measured steps), the router's cache affinity, failures.
+Not modelled: prefill, the router's cache affinity, failures.
 """
 
 from __future__ import annotations
