@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
 from chaos_runs import Chaos
-from clients import clear_questions
+from clients import clear_questions, roll_out
 from fleet_run import FleetRun
 from tiny_fleet import fleet_config, make_trained
 from tiny_llama import make_tiny_target
@@ -42,8 +42,7 @@ def main() -> None:
         good = make_trained(target, Config.model_validate(config), scratch / "good")
         with FleetRun(scratch / "run", config) as fleet:
             fleet.wait_until(fleet.converged)
-            # A second version, so that there is something to roll out; the trainer adds others.
-            fleet.wait_until(lambda: fleet.offer(good))
+            roll_out(fleet, good, questions)  # the trainer adds others
             report = Chaos(fleet, questions, random.Random(arguments.seed)).run(arguments.runs)
     print(json.dumps(report.as_json()))
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
-from clients import clear_questions
+from clients import clear_questions, roll_out
 from fleet_run import FleetRun
 from load_runs import swaps_under_load
 from tiny_fleet import fleet_config, make_trained
@@ -41,7 +41,7 @@ def main() -> None:
         good = make_trained(target, Config.model_validate(config), scratch / "good")
         with FleetRun(scratch / "run", config) as fleet:
             fleet.wait_until(fleet.converged)
-            fleet.wait_until(lambda: fleet.offer(good))
+            roll_out(fleet, good, questions)
             report = swaps_under_load(fleet, questions, arguments.clients, arguments.seconds, arguments.swap_every)
     print(json.dumps(report.as_json()))
 
