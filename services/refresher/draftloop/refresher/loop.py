@@ -21,7 +21,7 @@ from draftloop.fleet.worker import WorkerSwap
 from draftloop.refresher.budget import SpeculationPolicy
 from draftloop.refresher.gate import Decision, decide
 from draftloop.refresher.watch import Said, Watch
-from draftloop.trainer.trainer import Comparison
+from draftloop.trainer.trainer import Comparison, Start
 from draftloop.trainer.vocabulary import VocabularyChange
 
 TRAIN_SLICE_S = 2.0
@@ -82,6 +82,7 @@ class Refresher:
         self._next_version = next_version(checkpoints)
         self._step_at_last_gate = 0
         self._queued: Any = None
+        self._start: Any = trainer.started.remote()
         self._receipts: dict[Any, Receipt] = {}
         self._watch = Watch(config, serving, speculation)
         self.state = LoopState(versions=[serving])
@@ -93,6 +94,7 @@ class Refresher:
         # One slice is always queued behind the running one, so that the trainer never waits for this loop.
         running, self._queued = self._queued, self._next_slice()
         self._note_records(moving)
+        self._note_start()
         self._say(self._watch.traffic(ray.get(seen)))
         if self._watch.rebuild_wanted:
             self._rebuild_vocabulary()
@@ -116,6 +118,12 @@ class Refresher:
         self.state.captured = ray.get(self._worker.counts.remote())
         self._receipts = {worker: ray.get(coming) for worker, coming in moving.items()}
         self.state.buffer = self._receipts[self._worker].counts
+
+    def _note_start(self) -> None:
+        if self._start is not None:
+            start: Start = ray.get(self._start)
+            self._start = None
+            self._emit("trainer_started", t_s=self._now(), steps=start.steps, reason=start.reason)
 
     def _next_slice(self) -> Any:
         return self._trainer.train.remote(TRAIN_SLICE_S) if self._watch.training else None

@@ -30,7 +30,7 @@ class Replay:
         self._steps = steps
         self._emit = emit
         self._checkpoints = out / "checkpoints"
-        self._trainer = Trainer(target, drafter, config)
+        self._trainer = Trainer(target, drafter, in_one_process(config))
         self._registry = VersionRegistry(out)
         first = self._registry.add(drafter)
         self._registry.move(first.name, "promoted", "the replay begins with it")
@@ -68,6 +68,13 @@ class Replay:
         self._registry.move(version, "promoted", decision.reason)
         self._trainer.promoted(folder)
         self._emit("promoted", t_s=t_s, reason=decision.reason, **gate)
+
+
+def in_one_process(config: Config) -> Config:
+    """The same steps without a training group."""
+    trainer = config.trainer
+    alone = {"processes": 1, "accumulate": trainer.accumulate * trainer.processes}
+    return config.model_copy(update={"trainer": trainer.model_copy(update=alone)})
 
 
 def _intervals(records: Sequence[TimedRecord], start: float, every_s: float) -> Iterator[list[TimedRecord]]:
