@@ -243,6 +243,10 @@ def test_a_server_that_dies_while_training(setting: Setting, tmp_path: Path) -> 
     assert after.balanced
     assert after.captured > before.captured
     assert after.trained > before.trained
+    first, second = events_of(out, "trainer_started")
+    assert first.data["reason"] == "training starts anew: nothing was saved"
+    assert second.data["reason"] == "training goes on from the saved state"
+    assert second.data["steps"] > 0
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes], within_s: float, output: Path) -> None:

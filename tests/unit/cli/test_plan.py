@@ -177,6 +177,16 @@ def test_workers_and_trainer_go_where_ray_has_room(
     assert [use.trains for use in uses] == trains
 
 
+def test_a_training_group_takes_a_gpu_for_each_process_and_shards_what_stays() -> None:
+    def trained(*overrides: str) -> list[float]:
+        plans = plan_cards(planned("hardware.cards=5", "fleet.gpus_per_worker=1", "fleet.trainer_gpus=1", *overrides))
+        items = [item for plan in plans for item in plan.items]
+        return [item.gib for item in items if item.what == "training: weights, gradients, optimiser"]
+
+    (alone,), group = trained(), trained("trainer.processes=4")
+    assert group == pytest.approx([alone * (8 + 20 / 4) / 20] * 4)
+
+
 def test_the_suggested_cache_fits() -> None:
     (plan,) = plan_cards(planned("server.max_total_tokens=2000000"))
     assert plan.problem is not None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import io
+import importlib
+import json
 import resource
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -14,7 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
+from draftloop.core.errors import CheckpointError
 from draftloop.core.records import CaptureRecord
 from draftloop.drafters.batch import Batch, collate
 from draftloop.drafters.dflash import DflashDrafter
@@ -25,11 +30,12 @@ from draftloop.drafters.eagle3_loss import TttObjective, TttSettings, eagle3_los
 from draftloop.drafters.metrics import expected_accepted_length, prepare_holdout
 from draftloop.drafters.online import OnlineSettings, OnlineTrainer, StepReport
 from draftloop.drafters.target import FrozenTarget
-from draftloop.drafters.vocab import move_vocab
+from draftloop.drafters.vocab import VocabMove, move_vocab
 
 from .conftest import DFLASH, EAGLE1, HIDDEN, TINY, VOCAB, make_record, shaken
 
 SETTINGS = OnlineSettings(warmup_steps=3, ema_decay=0.9)
+NEW_IDS = torch.tensor([0, 1, 2, 5, 8, 9, 11, 17, 19, 23, 27])
 RECORDS = [make_record(20, 5, seed) for seed in range(6)]
 
 
@@ -46,30 +52,45 @@ def _steps(trainer: OnlineTrainer, count: int) -> list[StepReport]:
     return reports
 
 
-def test_resume_is_bit_exact(draft_ids: torch.Tensor, frozen: FrozenTarget) -> None:
+def test_resume_is_bit_exact(draft_ids: torch.Tensor, frozen: FrozenTarget, tmp_path: Path) -> None:
     unbroken = _trainer(draft_ids, frozen)
     _steps(unbroken, 4)
-    file = io.BytesIO()
-    torch.save(unbroken.state_dict(), file)
+    save_file(unbroken.state_dict(), tmp_path / "state.safetensors")
     expected = _steps(unbroken, 5)
 
     resumed = _trainer(draft_ids, frozen)
-    file.seek(0)
-    resumed.load_state_dict(torch.load(file, weights_only=True))
+    resumed.load_state_dict(load_file(tmp_path / "state.safetensors"))
     assert _steps(resumed, 5) == expected
-    for name, tensor in unbroken.candidate_state_dict().items():
-        assert torch.equal(resumed.candidate_state_dict()[name], tensor), name
-    for name, tensor in unbroken.drafter.state_dict().items():
-        assert torch.equal(resumed.drafter.state_dict()[name], tensor), name
+    for name, tensor in unbroken.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], tensor), name
+
+
+def test_resume_goes_on_with_a_changed_vocabulary(draft_ids: torch.Tensor, frozen: FrozenTarget) -> None:
+    unbroken, resumed = _trainer(draft_ids, frozen), _trainer(draft_ids, frozen)
+    _steps(unbroken, 2)
+    unbroken.change_vocabulary(move_vocab(draft_ids, NEW_IDS))
+    resumed.load_state_dict(unbroken.state_dict())
+    assert torch.equal(resumed.target.draft_head, frozen.lm_head[NEW_IDS])
+    assert _steps(resumed, 2) == _steps(unbroken, 2)
+
+
+def test_the_state_of_another_drafter_is_refused_untouched(draft_ids: torch.Tensor, frozen: FrozenTarget) -> None:
+    trainer, other = _trainer(draft_ids, frozen), _trainer(draft_ids, frozen)
+    state = other.state_dict()
+    state["average.fc.weight"] = state["average.fc.weight"][:, 1:]
+    before = {name: tensor.clone() for name, tensor in trainer.state_dict().items()}
+    with pytest.raises(CheckpointError, match=r"no average\.fc\.weight of shape"):
+        trainer.load_state_dict(state)
+    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.state_dict().items())
 
 
 def test_loading_copies_the_saved_state(draft_ids: torch.Tensor, frozen: FrozenTarget) -> None:
     first, second = _trainer(draft_ids, frozen), _trainer(draft_ids, frozen)
     _steps(first, 2)
     second.load_state_dict(first.state_dict())
-    before = first.candidate_state_dict()
+    before = {name: tensor.clone() for name, tensor in first.state_dict().items()}
     _steps(second, 2)
-    assert all(torch.equal(first.candidate_state_dict()[name], tensor) for name, tensor in before.items())
+    assert all(torch.equal(first.state_dict()[name], tensor) for name, tensor in before.items())
 
 
 def test_another_vocabulary_keeps_what_was_learned_of_kept_tokens(
@@ -77,27 +98,25 @@ def test_another_vocabulary_keeps_what_was_learned_of_kept_tokens(
 ) -> None:
     trainer = _trainer(draft_ids, frozen)
     _steps(trainer, 4)
-    new_ids = torch.tensor([0, 1, 2, 5, 8, 9, 11, 17, 19, 23, 27])
     old, was = draft_ids.tolist(), trainer.candidate_state_dict()["lm_head.weight"]
     weight = trainer.drafter.lm_head.weight.detach().clone()
-    moments = [t.clone() for t in trainer.state_dict()["optimizer"]["state"].values() for t in t.values()]
-    trainer.change_vocabulary(move_vocab(draft_ids, new_ids))
-    assert torch.equal(trainer.drafter.draft_ids(), new_ids)
+    names = ("exp_avg.lm_head.weight", "exp_avg_sq.lm_head.weight")
+    moments = [trainer.state_dict()[name].clone() for name in names]
+    trainer.change_vocabulary(move_vocab(draft_ids, NEW_IDS))
+    assert torch.equal(trainer.drafter.draft_ids(), NEW_IDS)
     average = trainer.candidate_state_dict()["lm_head.weight"]
-    after = [t for t in trainer.state_dict()["optimizer"]["state"].values() for t in t.values()]
-    head_sized = [(a, b) for a, b in zip(moments, after, strict=True) if a.shape == weight.shape]
-    assert len(head_sized) == 2
-    for place, token in enumerate(new_ids.tolist()):
+    after = [trainer.state_dict()[name] for name in names]
+    for place, token in enumerate(NEW_IDS.tolist()):
         kept = token in old
         row = old.index(token) if kept else 0
         assert torch.equal(trainer.drafter.lm_head.weight[place], weight[row] if kept else frozen.lm_head[token])
         assert torch.equal(average[place], was[row] if kept else frozen.lm_head[token])
-        for before, moved in head_sized:
+        for before, moved in zip(moments, after, strict=True):
             assert torch.equal(moved[place], before[row] if kept else torch.zeros(weight.shape[1]))
     # The loss is taught by the new map's rows of the target, as in a trainer that was born with it.
-    assert torch.equal(trainer.target.draft_head, frozen.lm_head[new_ids])
+    assert torch.equal(trainer.target.draft_head, frozen.lm_head[NEW_IDS])
     twin = copy.deepcopy(trainer.drafter)
-    born = OnlineTrainer(twin, FrozenTarget.of(frozen.embedding, frozen.lm_head, new_ids), SETTINGS, seed=5)
+    born = OnlineTrainer(twin, FrozenTarget.of(frozen.embedding, frozen.lm_head, NEW_IDS), SETTINGS, seed=5)
     batch = collate(RECORDS[:2], 12, "cpu")
     assert trainer.step(batch).loss == born.step(batch).loss
 
@@ -209,35 +228,75 @@ def test_segments_give_the_whole_gradient(
         torch.testing.assert_close(grads[0], other, rtol=1e-4, atol=1e-6)
 
 
+def _shared_steps(trainer: OnlineTrainer, steps: list[list[Batch]], move: VocabMove | None) -> list[StepReport]:
+    """Three steps, and a fourth with another vocabulary for a drafter that has one."""
+    reports = [trainer.step(*batches) for batches in steps[:3]]
+    if move is not None:
+        trainer.change_vocabulary(move)
+    return [*reports, trainer.step(*steps[3])]
+
+
+def _held_bytes(trainer: OnlineTrainer) -> int:
+    """Of weights, averages and moments, in this process."""
+    kept = [*trainer.drafter.parameters(), *trainer._average.values()]
+    for state in trainer._optimizer.state.values():
+        kept += [state["exp_avg"], state["exp_avg_sq"]]
+    return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in kept)
+
+
 def _one_rank(rank: int, kind: str, folder: str, frozen: FrozenTarget, draft_ids: torch.Tensor) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    drafter, target = _of_kind(kind, frozen, draft_ids)
-    trainer = OnlineTrainer(drafter, target, SETTINGS, seed=5, group=dist.group.WORLD)
-    batches = _batches(kind, 4)
-    reports = [trainer.step(batches[2 * i + rank]) for i in range(2)]
-    torch.save((reports, trainer.candidate_state_dict()), f"{folder}/{rank}.pt")
+    mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
+    batches = _batches(kind, 8)
+    mine = [[batches[2 * i + rank]] for i in range(4)]
+    first, second = (OnlineTrainer(*_of_kind(kind, frozen, draft_ids), SETTINGS, 5, mesh) for _ in range(2))
+    begun = [first.step(*mine[i]) for i in range(2)]
+    state = first.state_dict()
+    # A resumed group goes on bit for bit as the unbroken one.
+    second.load_state_dict(state)
+    assert first.step(*mine[2]) == second.step(*mine[2])
+    resumed = second.state_dict()
+    for name, tensor in first.state_dict().items():
+        assert torch.equal(resumed[name], tensor), name
+    trainer = OnlineTrainer(*_of_kind(kind, frozen, draft_ids), SETTINGS, 5, mesh)
+    reports = _shared_steps(trainer, mine, move_vocab(draft_ids, NEW_IDS) if kind == "eagle3" else None)
+    assert reports[:2] == begun
+    save_file(trainer.candidate_state_dict(), f"{folder}/{rank}.safetensors")
+    save_file(state, f"{folder}/state-{rank}.safetensors")
+    said = {"reports": [dataclasses.asdict(report) for report in reports], "held": _held_bytes(trainer)}
+    Path(f"{folder}/{rank}.json").write_text(json.dumps(said))
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3", "dflash"])
-def test_two_processes_match_one_step_for_step(
+def test_two_sharded_processes_match_one_step_for_step(
     kind: str, tmp_path: Path, frozen: FrozenTarget, draft_ids: torch.Tensor
 ) -> None:
+    # FSDP2 imports it, for seconds: here once, not in every process of every case.
+    importlib.import_module("torch._dynamo")
     # Forked, not spawned: pytest's test modules cannot be imported by name.
     mp.start_processes(_one_rank, (kind, str(tmp_path), frozen, draft_ids), nprocs=2, start_method="fork")
-    drafter, target = _of_kind(kind, frozen, draft_ids)
-    trainer = OnlineTrainer(drafter, target, SETTINGS, seed=5)
-    batches = _batches(kind, 4)
-    expected = [trainer.step(batches[2 * i], batches[2 * i + 1]) for i in range(2)]
+    batches = _batches(kind, 8)
+    steps = [batches[2 * i : 2 * i + 2] for i in range(4)]
+    trainer = OnlineTrainer(*_of_kind(kind, frozen, draft_ids), SETTINGS, seed=5)
+    expected = _shared_steps(trainer, steps, move_vocab(draft_ids, NEW_IDS) if kind == "eagle3" else None)
+    said = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     for rank in range(2):
-        reports, state = torch.load(tmp_path / f"{rank}.pt", weights_only=False)
-        for one, two in zip(reports, expected, strict=True):
-            assert dataclasses.astuple(one)[1] == pytest.approx(two.loss, rel=1e-5)
-            assert (one.step, one.tokens, one.positions) == (two.step, two.tokens, two.positions)
-            assert one.grad_norm == pytest.approx(two.grad_norm, rel=1e-4)
+        for one, two in zip(said[rank]["reports"], expected, strict=True):
+            assert one["loss"] == pytest.approx(two.loss, rel=1e-5)
+            assert (one["step"], one["tokens"], one["positions"]) == (two.step, two.tokens, two.positions)
+            assert one["grad_norm"] == pytest.approx(two.grad_norm, rel=1e-4)
+        state = load_file(tmp_path / f"{rank}.safetensors")
         for name, tensor in trainer.candidate_state_dict().items():
             torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=1e-6)
+    # No byte is held twice, and neither process holds much more than half.
+    assert said[0]["held"] + said[1]["held"] == _held_bytes(trainer)
+    assert max(one["held"] for one in said) < 0.55 * _held_bytes(trainer)
+    # What two processes saved, one goes on with.
+    alone = OnlineTrainer(*_of_kind(kind, frozen, draft_ids), SETTINGS, seed=5)
+    alone.load_state_dict(load_file(tmp_path / "state-0.safetensors"))
+    assert alone.step(*steps[2]).loss == pytest.approx(expected[2].loss, rel=1e-5)
 
 
 def _long_step(length: int, pipe: Connection) -> None:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from shelf import Shelf
 from tiny_llama import HIDDEN, LAYER_IDS, VOCAB, TinyTarget, make_tiny_target, random_prompts
 
-from draftloop.capture.privacy import Deletions, Subjects, subject_hash
+from draftloop.capture.privacy import TAINT_REASON, Deletions, Subjects, subject_hash
 from draftloop.capture.transport import Outbox
 from draftloop.core.config import Config
 from draftloop.core.errors import DraftloopError, ManifestError
@@ -29,7 +29,9 @@ from draftloop.drafters.checkpoint import verify_checkpoint
 from draftloop.drafters.target import target_identity
 from draftloop.drafters.vocab import ids_from_offsets
 from draftloop.trainer.day0 import make_untrained
-from draftloop.trainer.trainer import Trainer, online_settings, tree_widths
+from draftloop.trainer.learner import online_settings
+from draftloop.trainer.saved import TRAINING_FILE
+from draftloop.trainer.trainer import Start, Trainer, tree_widths
 
 CONFIG = Config.model_validate(
     {
@@ -206,6 +208,85 @@ def test_a_trainer_goes_on_with_the_records_of_the_last_one(
     assert theirs is not None
     assert theirs.before == ours.before
     assert theirs.records == ours.records
+
+
+def _kept(target: TinyTarget, day0: Path, store: Path, records: list[CaptureRecord]) -> Trainer:
+    """A trainer with a store, whose longer records are cropped by luck."""
+    shorter = CONFIG.model_copy(update={"trainer": CONFIG.trainer.model_copy(update={"max_length": 48})})
+    trainer = Trainer(target.folder, day0, shorter, store)
+    trainer.add_records(records, now=1000.0, source="worker", sequence=1)
+    return trainer
+
+
+def test_a_resumed_trainer_equals_an_unbroken_one(
+    target: TinyTarget, day0: Path, records: list[CaptureRecord], tmp_path: Path
+) -> None:
+    unbroken = _kept(target, day0, tmp_path / "unbroken", records)
+    expected = [*unbroken.train_steps(3), *unbroken.train_steps(4)]
+    first = _kept(target, day0, tmp_path / "resumed", records)
+    reports = first.train_steps(3)
+    first.close()
+    second = _kept(target, day0, tmp_path / "resumed", records)
+    assert second.started() == Start(3, "training goes on from the saved state")
+    assert [*reports, *second.train_steps(4)] == expected
+    folders = []
+    for trainer, name in ((unbroken, "unbroken"), (second, "resumed")):
+        folders.append(trainer.save_candidate(tmp_path / name / "checkpoints" / "v1", "v1", {}))
+        trainer.close()
+    one, other = (Manifest.load(folder) for folder in folders)
+    assert one.weights_sha256 == other.weights_sha256
+    assert one.lineage == other.lineage
+    assert list(Subjects.load(folders[0])) == list(Subjects.load(folders[1]))
+    tensors = [load_file(tmp_path / name / TRAINING_FILE) for name in ("unbroken", "resumed")]
+    assert all(torch.equal(tensor, tensors[1][name]) for name, tensor in tensors[0].items())
+
+
+def test_a_killed_trainer_goes_on_from_what_it_saved_last(
+    target: TinyTarget, day0: Path, records: list[CaptureRecord], tmp_path: Path
+) -> None:
+    killed = _kept(target, day0, tmp_path, records)
+    killed.train_steps(2)
+    candidate = killed.save_candidate(tmp_path / "checkpoints" / "v1", "v1", {})
+    killed.train_steps(3)
+    killed._buffer.close()
+    for drafter, start in (
+        (day0, Start(2, "training goes on from the saved state")),
+        (candidate, Start(2, "training goes on from the saved state")),
+    ):
+        again = _kept(target, drafter, tmp_path, records)
+        assert again.started() == start
+        again._buffer.close()
+    other = tmp_path / "other"
+    make_untrained(target.folder, CONFIG.drafter, PROMPTS, other, "v7", seed=9)
+    again = _kept(target, other, tmp_path, records)
+    assert again.started() == Start(0, "training starts anew: what was saved belongs to another drafter than v7")
+    again._buffer.close()
+    state = (tmp_path / TRAINING_FILE).read_bytes()
+    (tmp_path / TRAINING_FILE).write_bytes(state[:-8])
+    again = _kept(target, day0, tmp_path, records)
+    assert again.started().reason.startswith(f"training starts anew: {tmp_path / TRAINING_FILE} cannot be read")
+    again._buffer.close()
+
+
+def test_what_must_be_forgotten_is_not_taught_on(
+    target: TinyTarget, day0: Path, records: list[CaptureRecord], tmp_path: Path
+) -> None:
+    first = _kept(target, day0, tmp_path, records)
+    first.train_steps(2)
+    first.close()
+    taught = next(kept for kept in first._buffer.entries if kept.used).record
+    Deletions(tmp_path).demand("request", taught.request_id)
+    second = _kept(target, day0, tmp_path, records)
+    assert second.started() == Start(0, f"training starts anew: {TAINT_REASON}")
+    assert not (tmp_path / TRAINING_FILE).exists()
+    second.train_steps(2)
+    second.save_state()
+    assert (tmp_path / TRAINING_FILE).exists()
+    Deletions(tmp_path).demand("tenant", records[0].tenant)
+    second.train(0.0)
+    assert not (tmp_path / TRAINING_FILE).exists()
+    second.close()
+    assert not (tmp_path / TRAINING_FILE).exists()
 
 
 def test_a_delivery_is_taken_once_and_a_damaged_one_is_dropped(

@@ -18,6 +18,7 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -127,6 +128,15 @@ class ReplayBuffer:
     def domain_bytes(self) -> dict[str, int]:
         """Bytes each domain holds on the training side."""
         return self._training.domain_bytes()
+
+    @property
+    def draws(self) -> dict[str, Any]:
+        """The random state, plain JSON; set it to draw what another buffer would have drawn."""
+        return dict(self._rng.bit_generator.state)
+
+    @draws.setter
+    def draws(self, state: dict[str, Any]) -> None:
+        self._rng.bit_generator.state = state
 
     def has(self, source: str, sequence: int) -> bool:
         """Whether this delivery came before."""

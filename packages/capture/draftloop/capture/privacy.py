@@ -14,7 +14,7 @@ import inspect
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -151,6 +151,10 @@ class Deletions:
         self._until |= demanded
         return frozenset(news)
 
+    def touch(self, subjects: Subjects) -> bool:
+        """Whether anyone of them ever demanded to be forgotten."""
+        return any(subject in subjects for subject in self._until)
+
     def cover(self, record: CaptureRecord, received: float) -> bool:
         """Whether a record, received at that time (seconds since the epoch), must be forgotten."""
         subjects = subject_hash("request", record.request_id), subject_hash("tenant", record.tenant)
@@ -171,6 +175,10 @@ class Subjects:
 
     def __len__(self) -> int:
         return len(self._hashes)
+
+    def __iter__(self) -> Iterator[int]:
+        """In increasing order."""
+        return iter(sorted(self._hashes))
 
     def save(self, checkpoint: Path) -> None:
         """Write them beside `checkpoint`, whole or not at all."""

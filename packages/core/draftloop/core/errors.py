@@ -26,6 +26,10 @@ class PromptError(DraftloopError):
     """A prompt file is empty, malformed, or longer than the context."""
 
 
+class TrainingError(DraftloopError):
+    """The processes that train together did not form a group, or one of them is lost."""
+
+
 class ServerError(DraftloopError):
     """An SGLang server did not start, died, or refused a request."""
 

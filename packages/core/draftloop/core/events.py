@@ -35,6 +35,7 @@ EventKind = Literal[
     "worker_stopped",
     "router_started",
     "router_lost",
+    "trainer_started",
     "trainer_lost",
     "scaled",
     "phase",

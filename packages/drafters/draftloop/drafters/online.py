@@ -1,21 +1,25 @@
 """The online trainer: any number of batches to one optimiser step, averaged weights for the candidate, exact resume.
 
-Batches of one step may lie in one process or be spread over a process group; either way the gradient is that of
-one large batch, because every loss is divided by what ALL of them weigh (see `losses`). Batch i of rank r is number
-i * ranks + r of its step, and draws its anchors or noise from (seed, step, number).
+Batches of one step may lie in one process or be spread over a mesh of them; either way the gradient is that of one
+large batch, because every loss is divided by what ALL of them weigh (see `losses`). Batch i of rank r is number
+i * ranks + r of its step, and draws its anchors or noise from (seed, step, number). On a mesh, weights, gradients,
+AdamW's moments and the average are sharded (see `sharding`); a saved state is whole, so any number of processes may
+go on with it.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from draftloop.core.errors import CheckpointError
 from draftloop.drafters.batch import Batch
 from draftloop.drafters.dflash import DflashDrafter
 from draftloop.drafters.dflash_loss import DflashObjective, DflashSettings
@@ -24,7 +28,8 @@ from draftloop.drafters.eagle1 import Eagle1Drafter, Eagle1Objective, Eagle1Sett
 from draftloop.drafters.eagle3 import Eagle3Drafter
 from draftloop.drafters.eagle3_loss import TttObjective, TttSettings
 from draftloop.drafters.lessons import LessonSettings
-from draftloop.drafters.losses import Objective, Tally
+from draftloop.drafters.losses import Objective, Plan, Tally
+from draftloop.drafters.sharding import ShardedDrafter, laid_like, own_rows, whole
 from draftloop.drafters.target import FrozenTarget
 from draftloop.drafters.vocab import VocabMove, offsets_from_ids
 
@@ -83,7 +88,8 @@ def objective_of(
 
 class OnlineTrainer:
     """Trains a drafter of any kind in place. `generator` is for the caller's draws (crops, record order), so that
-    a resumed run draws what the unbroken one would have drawn. group: processes that share each step."""
+    a resumed run draws what the unbroken one would have drawn. mesh: one dimension of processes that share each step
+    and shard the drafter; each of them makes the same calls, but for its own batches."""
 
     def __init__(
         self,
@@ -91,7 +97,7 @@ class OnlineTrainer:
         target: FrozenTarget,
         settings: OnlineSettings,
         seed: int,
-        group: dist.ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         self.drafter = drafter
         self.target = target
@@ -99,12 +105,14 @@ class OnlineTrainer:
         self.generator = torch.Generator().manual_seed(seed)
         self.steps_done = 0
         self.tokens_seen = 0
-        self._seed, self._group = seed, group
+        self._seed = seed
+        self._group = None if mesh is None else mesh.get_group()
+        self._sharded = None if mesh is None else ShardedDrafter(drafter, mesh)
         self._objective = objective_of(drafter, target, settings)
-        self._parameters: list[Tensor] = list(drafter.parameters())
-        self._average = [p.detach().clone() for p in self._parameters]
+        self._parameters: dict[str, Tensor] = dict(drafter.named_parameters())
+        self._average = {name: p.detach().clone() for name, p in self._parameters.items()}
         self._optimizer = torch.optim.AdamW(
-            self._parameters,
+            list(self._parameters.values()),
             lr=settings.learning_rate,
             betas=(0.9, 0.95),
             weight_decay=settings.weight_decay,
@@ -117,19 +125,15 @@ class OnlineTrainer:
             self._objective = objective_of(self.drafter, self.target, self.settings, earlier)
 
     def step(self, *batches: Batch) -> StepReport:
-        """Forward and backward of each batch, and one update. Every process of the group gives equally many."""
+        """Forward and backward of each batch, and one update. A process gives at least one."""
         self.drafter.train()
         plans = [self._objective.plan(batch, self._draws(place)) for place, batch in enumerate(batches)]
         mass = self._over_all(torch.stack([plan.mass for plan in plans]).sum(0)).clamp(min=1.0)
-        parts = [self._objective.backward(batch, plan, mass) for batch, plan in zip(batches, plans, strict=True)]
-        total = reduce(Tally.__add__, parts)
+        total = self._backward(batches, plans, mass)
         tokens = torch.tensor([float(sum(batch.num_tokens for batch in batches))], device=mass.device)
         seen = self._over_all(torch.cat((total.loss[None], tokens, total.sums, total.hits, total.counts)))
-        for parameter in self._parameters:
-            if parameter.grad is not None:
-                self._over_all(parameter.grad)
         rate = self._learning_rate()
-        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self.settings.clip_norm))
+        norm = self._clip()
         groups = len(mass)
         loss, token_count, *numbers = seen.tolist()
         sums, hits, counts = (numbers[i * groups : (i + 1) * groups] for i in range(3))
@@ -150,12 +154,33 @@ class OnlineTrainer:
             skipped=skipped,
         )
 
+    def _backward(self, batches: Sequence[Batch], plans: Sequence[Plan], mass: Tensor) -> Tally:
+        """Leave the gradient of all processes' batches in the parameters; what this process's own taught."""
+        parts: list[Tally] = []
+
+        def backward() -> None:
+            for batch, plan in zip(batches, plans, strict=True):
+                parts.append(self._objective.backward(batch, plan, mass))
+
+        if self._sharded is None:
+            backward()
+        else:
+            self._sharded.accumulate(backward)
+        return reduce(Tally.__add__, parts)
+
+    def _clip(self) -> float:
+        """Shorten the gradient to `clip_norm`; returns how long it was, over all processes."""
+        grads = [own_rows(p.grad) for p in self._parameters.values() if p.grad is not None]
+        norm = self._over_all(torch.nn.utils.get_total_norm(grads).square()).sqrt()
+        shorter = (self.settings.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+        for grad in grads:
+            grad.mul_(shorter)
+        return float(norm)
+
     def candidate_state_dict(self) -> dict[str, Tensor]:
-        """A copy of the averaged weights, under the names of the drafter's state dict."""
-        state = {name: tensor.detach().clone() for name, tensor in self.drafter.state_dict().items()}
-        for (name, _), average in zip(self.drafter.named_parameters(), self._average, strict=True):
-            state[name].copy_(average)
-        return state
+        """A copy of the averaged weights, whole, under the names of the drafter's state dict."""
+        state = self.drafter.state_dict() | self._average
+        return {name: whole(tensor).detach().clone() for name, tensor in state.items()}
 
     @torch.no_grad()
     def change_vocabulary(self, move: VocabMove) -> None:
@@ -165,36 +190,62 @@ class OnlineTrainer:
             raise TypeError(f"a {type(self.drafter).__name__} has no draft vocabulary of its own")
         head = self.drafter.lm_head.weight
         fresh = self.target.lm_head[move.ids].to(head.dtype)
-        place = next(i for i, parameter in enumerate(self._parameters) if parameter is head)
-        for rows in (head, self._average[place]):
-            rows.copy_(move.carry(rows, fresh))
+        for rows in (head, self._average["lm_head.weight"]):
+            rows.copy_(laid_like(move.carry(whole(rows), fresh), rows))
         for moment in self._optimizer.state[head].values():
             if moment.shape == head.shape:
-                moment.copy_(move.carry(moment, torch.zeros_like(moment)))
+                rows = whole(moment)
+                moment.copy_(laid_like(move.carry(rows, torch.zeros_like(rows)), moment))
         self.drafter.d2t.copy_(offsets_from_ids(move.ids, self.drafter.config.vocab_size))
-        self.target = FrozenTarget.of(self.target.embedding, self.target.lm_head, move.ids)
+        self._speak(move.ids)
+
+    def _speak(self, draft_ids: Tensor) -> None:
+        """Be taught by these rows [Vd] of the target's head."""
+        self.target = FrozenTarget.of(self.target.embedding, self.target.lm_head, draft_ids)
         self._objective = objective_of(self.drafter, self.target, self.settings)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that a bit-exact resume needs, for `torch.save`."""
-        return {
-            "drafter": self.drafter.state_dict(),
-            "average": self._average,
-            "optimizer": self._optimizer.state_dict(),
-            "generator": self.generator.get_state(),
-            "steps_done": self.steps_done,
-            "tokens_seen": self.tokens_seen,
-        }
+    def state_dict(self) -> dict[str, Tensor]:
+        """Everything that a bit-exact resume needs, whole and on the CPU, by these names:
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict()` of a trainer with the same shapes and settings."""
-        self.drafter.load_state_dict(state["drafter"])
-        for average, saved in zip(self._average, state["average"], strict=True):
-            average.copy_(saved)
-        self._optimizer.load_state_dict(state["optimizer"])
+        drafter.*, average.*                  weights and buffers; averaged weights
+        step.*, exp_avg.*, exp_avg_sq.*       AdamW's state of each parameter
+        generator, progress                   the caller's draws; [steps_done, tokens_seen] int64
+        """
+        state = {f"drafter.{name}": tensor for name, tensor in self.drafter.state_dict().items()}
+        state |= {f"average.{name}": tensor for name, tensor in self._average.items()}
+        for name, parameter in self._parameters.items():
+            state |= {f"{key}.{name}": tensor for key, tensor in self._optimizer.state[parameter].items()}
+        state["generator"] = self.generator.get_state()
+        state["progress"] = torch.tensor([self.steps_done, self.tokens_seen])
+        return {name: whole(tensor.detach()).cpu() for name, tensor in state.items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from `state_dict()` of a trainer with the same settings, whatever its number of processes. Raises
+        CheckpointError, with nothing changed, when it is of a drafter of another shape."""
+        own = {f"drafter.{name}": tensor for name, tensor in self.drafter.state_dict().items()}
+        own |= {f"average.{name}": tensor for name, tensor in self._average.items()}
+        for name, tensor in own.items():
+            if name not in state or state[name].shape != tensor.shape:
+                raise CheckpointError(f"the training state has no {name} of shape {list(tensor.shape)}")
+        before = self.drafter.draft_ids()
+        for name, tensor in own.items():
+            tensor.copy_(laid_like(state[name].to(tensor.device), tensor))
+        if not torch.equal(self.drafter.draft_ids(), before):
+            self._speak(self.drafter.draft_ids())
+        for name, parameter in self._parameters.items():
+            self._optimizer.state[parameter] = {
+                key: self._of_optimizer(state[f"{key}.{name}"], parameter)
+                for key in ("step", "exp_avg", "exp_avg_sq")
+                if f"{key}.{name}" in state
+            }
         self.generator.set_state(state["generator"])
-        self.steps_done = state["steps_done"]
-        self.tokens_seen = state["tokens_seen"]
+        self.steps_done, self.tokens_seen = state["progress"].tolist()
+
+    def _of_optimizer(self, saved: Tensor, parameter: Tensor) -> Tensor:
+        """A copy; what is shaped like the parameter lies like it."""
+        saved = saved.to(parameter.device, copy=True)
+        return laid_like(saved, parameter) if saved.shape == parameter.shape else saved
 
     def _update(self, rate: float, tokens: int) -> None:
         self._optimizer.param_groups[0]["lr"] = rate
@@ -210,7 +261,7 @@ class OnlineTrainer:
         return torch.Generator().manual_seed(((self._seed << 20) + self.steps_done << 12) + number)
 
     def _over_all(self, numbers: Tensor) -> Tensor:
-        """Sum in place over the group."""
+        """Sum in place over the processes."""
         if self._group is not None:
             dist.all_reduce(numbers, group=self._group)
         return numbers
@@ -225,4 +276,4 @@ class OnlineTrainer:
     def _update_average(self) -> None:
         # Early averages would hold mostly the untrained start; the usual ramp forgets it.
         decay = min(self.settings.ema_decay, (1 + self.steps_done) / (10 + self.steps_done))
-        torch._foreach_lerp_(self._average, self._parameters, 1.0 - decay)
+        torch._foreach_lerp_(list(self._average.values()), list(self._parameters.values()), 1.0 - decay)

@@ -61,6 +61,9 @@ class VocabMove:
     kept: Tensor
     source: Tensor
 
+    def to(self, device: torch.device | str) -> VocabMove:
+        return VocabMove(self.ids.to(device), self.kept.to(device), self.source.to(device))
+
     def carry(self, rows: Tensor, fresh: Tensor) -> Tensor:
         """Rows [Vd, ...] of the old map in the new one's order, with those of `fresh` [Vd, ...] for new tokens."""
         kept = self.kept.view(-1, *(1,) * (rows.dim() - 1))

@@ -116,7 +116,8 @@ def server_threads(config: Config) -> int:
     if config.fleet.cpus_per_worker >= 1:
         return int(config.fleet.cpus_per_worker)
     cores = os.cpu_count() or 1
-    return cores if use_cuda(config.trainer.device) else max(1, cores - config.trainer.threads)
+    training = config.trainer.threads * config.trainer.processes
+    return cores if use_cuda(config.trainer.device) else max(1, cores - training)
 
 
 def load_settings(config: Config, speculation: Speculation, folder: Path) -> LoadSettings:

@@ -169,7 +169,9 @@ class DemoRun:
         self.results.versions = [prepared.version]
         worker, url = self._serve(cluster, prepared, "speculative", prepared.drafter)
         start_s = self.now()
-        trainer = cluster.start(TrainerActor, prepared.target, prepared.drafter, self.config, self.folder.root)
+        trainer = cluster.start(
+            TrainerActor, prepared.target, prepared.drafter, self.config, self.folder.root, stop="close"
+        )
         began = self.now()
         self._measure("day0", url, prepared.heldout)
         measure_s = self.now() - began
@@ -184,7 +186,7 @@ class DemoRun:
         self._measure("final", url, prepared.heldout)
         if (speculation := ray.get(worker.speculation.remote())) is not None:
             self.emit("speculation", t_s=self.now(), **speculation)
-        cluster.end(trainer, None)
+        cluster.end(trainer, "close")
         cluster.end(worker, "stop")
         self._plain(cluster, prepared)
 

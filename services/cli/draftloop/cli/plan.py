@@ -32,8 +32,10 @@ SERVER_RESERVE = 5.0
 TRAINER_RESERVE = 2.0
 # What SGLang takes for weights and cache when it is not told; the rest is for graphs and activations.
 USUAL_MEM_FRACTION = 0.85
-# fp32 weights, gradients, AdamW's two moments and the running average; then the two drafters that the gate compares.
+# fp32 weights, gradients, AdamW's two moments and the running average, which a training group shards; the weights and
+# gradients of a step, which each of its processes has whole; then the two drafters that the gate compares.
 TRAINED_BYTES = 20
+GATHERED_BYTES = 8
 COMPARED_BYTES = 8
 # Positions or slots whose graph lives at a time (`eagle3_loss`, `dflash_loss`), and DFlash's anchors a sequence.
 _SEGMENT = {"eagle3": 4096, "dflash": 8192}
@@ -91,7 +93,8 @@ def plan_cards(config: Config) -> list[CardPlan]:
 
 
 def place(config: Config, cards: int) -> list[Use]:
-    """What Ray puts where: workers one after the other on the first GPU with room for their share, then the trainer."""
+    """What Ray puts where: workers one after the other on the first GPU with room for their share, then the
+    training processes."""
     server_share = 1.0 if config.fleet.gpus_per_worker is None else config.fleet.gpus_per_worker
     trainer_share = 1.0 if config.fleet.trainer_gpus is None else config.fleet.trainer_gpus
     room, serves, trains = [1.0] * cards, [0] * cards, [False] * cards
@@ -100,15 +103,16 @@ def place(config: Config, cards: int) -> list[Use]:
         card = next((card for card in range(cards) if room[card] >= share), None)
         if card is None:
             raise ConfigError(
-                f"{config.fleet.workers} workers of {server_share:g} GPUs and a trainer of {trainer_share:g} do not go "
-                f"onto {cards} GPUs: lower fleet.workers or their shares, or say more hardware.cards"
+                f"{config.fleet.workers} workers of {server_share:g} GPUs and {config.trainer.processes} training "
+                f"processes of {trainer_share:g} do not go onto {cards} GPUs: lower their numbers or shares, or say "
+                "more hardware.cards"
             )
         room[card] -= share
         return card
 
     for _ in range(config.fleet.workers):
         serves[take(server_share)] += 1
-    for _ in range(math.ceil(trainer_share)):
+    for _ in range(config.trainer.processes * math.ceil(trainer_share)):
         trains[take(min(trainer_share, 1.0))] = True
     return [Use(*use) for use in zip(serves, trains, strict=True)]
 
@@ -222,8 +226,9 @@ def _training_items(config: Config, sizes: Sizes) -> list[Item]:
     trainer, shape = config.trainer, sizes.drafter.shape
     # Embedding and head, fp32, and the head's rows of a reduced vocabulary.
     rows = 2 * shape.vocab_size + (config.drafter.draft_vocab_size if config.drafter.kind == "eagle3" else 0)
+    trained = TRAINED_BYTES if trainer.processes == 1 else GATHERED_BYTES + TRAINED_BYTES / trainer.processes
     return [
-        Item("training: weights, gradients, optimiser", sizes.drafter_params * TRAINED_BYTES / GIB),
+        Item("training: weights, gradients, optimiser", sizes.drafter_params * trained / GIB),
         Item("training: the gate's two drafters", sizes.drafter_params * COMPARED_BYTES / GIB),
         Item("training: the target's embedding and head", rows * shape.hidden_size * 4 / GIB),
         Item("training: activations", activation_bytes(sizes.drafter, trainer.batch_tokens, trainer.ttt_steps) / GIB),

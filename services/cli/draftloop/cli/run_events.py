@@ -13,6 +13,7 @@ null, so that an older reader can show a newer run.
                  records, tokens_per_s_before, tokens_per_s_after (predicted)      the gate looked at a candidate
     promoted, refused                                                  the same, and reason
     swap         t_s, version, stall_ms, checksum_ok, copy_ms          the candidate is in service
+    trainer_started      t_s, steps (done before), reason               whether it goes on from a saved state
     drift        t_s, signal, action, before, now                      see `draftloop.refresher.drift`; of the signal
                  "speculation": predicted tokens/s plain and speculating, and advice    see `draftloop.refresher.watch`
     vocabulary_rebuilt   t_s, replaced, coverage_before, coverage_after

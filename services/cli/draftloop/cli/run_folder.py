@@ -20,7 +20,8 @@ NEEDED_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class RunFolder:
-    """events.jsonl, config.yaml, summary.json, report.html, checkpoints/vN, journal, the servers' logs."""
+    """events.jsonl, config.yaml, summary.json, report.html, checkpoints/vN, journal, the trainer's state, the
+    servers' logs."""
 
     root: Path
 

@@ -23,7 +23,7 @@ from draftloop.fleet.fleet import Emit
 from draftloop.fleet.worker import WorkerSwap
 from draftloop.refresher.candidates import Candidates, next_version
 from draftloop.refresher.watch import Said, Watch
-from draftloop.trainer.trainer import Comparison
+from draftloop.trainer.trainer import Comparison, Start
 from draftloop.trainer.vocabulary import VocabularyChange
 
 TRAIN_SLICE_S = 2.0
@@ -74,6 +74,7 @@ class Refresher:
         self._next_gate = time.monotonic() + config.gate.every_seconds
         self._step_at_last_gate = 0
         self._queued: Any = None
+        self._start: Any = trainer.started.remote()
         self._receipts: dict[Any, Receipt] = {}
         self._watch = Watch(config, serving)
         self._candidates = Candidates(
@@ -89,6 +90,7 @@ class Refresher:
         running, self._queued = self._queued, self._next_slice()
         self._note_records(moving)
         self._watch.measured(self._step_costs())
+        self._note_start()
         self._say(self._watch.traffic(ray.get(seen)))
         if self._watch.rebuild_wanted:
             self._rebuild_vocabulary()
@@ -120,6 +122,12 @@ class Refresher:
             with contextlib.suppress(RayActorError):
                 costs += filter(None, [ray.get(coming)])
         return costs
+
+    def _note_start(self) -> None:
+        if self._start is not None:
+            start: Start = ray.get(self._start)
+            self._start = None
+            self._emit("trainer_started", t_s=self._now(), steps=start.steps, reason=start.reason)
 
     def _next_slice(self) -> Any:
         return self._trainer.train.remote(TRAIN_SLICE_S) if self._watch.training else None

@@ -29,7 +29,7 @@ class Replay:
         self._config = config
         self._steps = steps
         self._now = 0.0
-        self._trainer = Trainer(target, drafter, config)
+        self._trainer = Trainer(target, drafter, in_one_process(config))
         self._registry = VersionRegistry(out)
         first = self._registry.add(drafter)
         self._registry.move(first.name, "promoted", "the replay begins with it")
@@ -63,6 +63,13 @@ class Replay:
         self._registry.move(trial.version, "promoted", trial.decision.reason)
         self._trainer.promoted(folder)
         self._candidates.promoted(trial)
+
+
+def in_one_process(config: Config) -> Config:
+    """The same steps without a training group."""
+    trainer = config.trainer
+    alone = {"processes": 1, "accumulate": trainer.accumulate * trainer.processes}
+    return config.model_copy(update={"trainer": trainer.model_copy(update=alone)})
 
 
 def _intervals(records: Sequence[TimedRecord], start: float, every_s: float) -> Iterator[list[TimedRecord]]:

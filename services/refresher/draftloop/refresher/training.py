@@ -15,11 +15,11 @@ from ray.exceptions import RayError
 from draftloop.capture.privacy import PrivacyError
 from draftloop.core.config import Config
 from draftloop.core.errors import DraftloopError
-from draftloop.drafters.device import use_cuda
 from draftloop.fleet.fleet import Emit
 from draftloop.fleet.ray_errors import one_line, plain_error
 from draftloop.refresher.controller import BusyError, Controller, Paths
 from draftloop.refresher.loop import LoopState, Refresher
+from draftloop.trainer.peers import trainer_gpus
 from draftloop.trainer.trainer import TrainerActor
 
 RESTART_AFTER_S = 2.0
@@ -67,7 +67,7 @@ class FleetRefresher(Refresher):
 
 
 class Training(threading.Thread):
-    """Runs until `finish`. A trainer that dies is replaced; it starts from the promoted drafter and the journal."""
+    """Runs until `finish`. A trainer that dies is replaced, with its peers; it goes on from what it saved last."""
 
     def __init__(
         self,
@@ -100,11 +100,8 @@ class Training(threading.Thread):
                 self._finish.wait(RESTART_AFTER_S)
 
     def _train(self) -> None:
-        gpus = self._config.fleet.trainer_gpus
-        if gpus is None:
-            gpus = 1.0 if use_cuda(self._config.trainer.device) else 0.0
         serving = self._paths.of(self._controller.promoted)
-        actor = TrainerActor.options(num_cpus=0, num_gpus=gpus)
+        actor = TrainerActor.options(num_cpus=0, num_gpus=trainer_gpus(self._config))
         self._trainer = actor.remote(self._target, serving, self._config, self._paths.root)
         self._refresher = FleetRefresher(
             self._controller, self._trainer, self._config, self._paths, self._emit, self._now
@@ -113,7 +110,7 @@ class Training(threading.Thread):
             self._refresher.turn()
 
     def finish(self) -> None:
-        """End the trainer, whose journal keeps the records; return when the thread is done."""
+        """End the trainer, which saves its state; return when the thread is done."""
         self._finish.set()
         if self._trainer is not None:
             with contextlib.suppress(RayError, DraftloopError):

@@ -1,7 +1,8 @@
 """The trainer: records in, candidates out. A Ray actor around `draftloop.drafters.online`.
 
 A delivery is written to the journal, and only then acknowledged; a step marks the records it used. So a
-trainer that was killed goes on with the records, and the books, that it had.
+trainer that was killed goes on with the records, and the books, that it had, and from the last state it saved (see
+`saved`). With `trainer.processes` above 1 it is the first of a group (see `peers`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ray
-import torch
+from torch import Tensor
 
 from draftloop.capture.buffer import ReplayBuffer
 from draftloop.capture.journal import JOURNAL_FOLDER, Journal, Kept
@@ -21,23 +22,22 @@ from draftloop.capture.observation import Observation, observe
 from draftloop.capture.privacy import TAINT_REASON, Deletions, Subjects
 from draftloop.capture.transport import Delivery, Receipt, RecordTransport, TransportError
 from draftloop.core.config import Config
-from draftloop.core.manifest import Lineage, Manifest
+from draftloop.core.errors import CheckpointError
+from draftloop.core.manifest import Lineage
 from draftloop.core.records import CaptureRecord
 from draftloop.core.versions import VersionRegistry
 from draftloop.drafters.batch import Batch, collate
-from draftloop.drafters.checkpoint import load_any, save_drafter
-from draftloop.drafters.device import use_cuda
+from draftloop.drafters.checkpoint import save_drafter
 from draftloop.drafters.dflash import DflashDrafter
-from draftloop.drafters.dflash_loss import DflashSettings
-from draftloop.drafters.drafter import Drafter
-from draftloop.drafters.eagle3_loss import TttSettings
 from draftloop.drafters.layouts import build
-from draftloop.drafters.lessons import LessonSettings
 from draftloop.drafters.metrics import GateScore, expected_accepted_length, prepare_holdout
-from draftloop.drafters.online import OnlineSettings, OnlineTrainer, StepReport
-from draftloop.drafters.target import FrozenTarget, end_ids, load_target_weights, read_target_config
+from draftloop.drafters.online import StepReport
+from draftloop.drafters.target import end_ids, read_target_config
+from draftloop.trainer.learner import Learner
+from draftloop.trainer.peers import Peers, to_arrays
 from draftloop.trainer.ray_transport import make_transport
-from draftloop.trainer.vocabulary import VocabularyChange, rebuild, spoken_tokens
+from draftloop.trainer.saved import Facts, SavedTraining, forget_training
+from draftloop.trainer.vocabulary import VocabularyChange, rebuilt, spoken_tokens
 
 _MIB = 1 << 20
 _HOUR_S = 3600.0
@@ -62,6 +62,14 @@ class Comparison:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Start:
+    """How a trainer began. steps: done before.  reason: why it goes on from there, in one line."""
+
+    steps: int
+    reason: str
+
+
 class Trainer:
     """Holds the replay buffer, the drafter in training and the one in service."""
 
@@ -69,35 +77,76 @@ class Trainer:
         """store: the run's folder, which keeps records, demands to delete them, and the registry of versions over
         restarts; None: in memory only."""
         self._config = config
-        self._device = "cuda" if use_cuda(config.trainer.device) else "cpu"
-        if self._device == "cpu":
-            torch.set_num_threads(config.trainer.threads)
-        weights = load_target_weights(target)
+        self._store = store
         self._end_ids = end_ids(read_target_config(target))
-        self._serving, self._manifest = self._load(serving)
-        self._target = FrozenTarget.of(weights.embedding, weights.lm_head, self._serving.draft_ids().cpu())
-        self._target = self._target.to(self._device)
-        drafter, _ = self._load(serving)
-        self._trainer = OnlineTrainer(drafter, self._target, online_settings(config), config.seed)
-        self._trainer.guard(self._serving)
+        self._peers = Peers(target, serving, config)
+        self._learner = Learner(target, serving, config, self._peers.mesh)
+        self._online = self._learner.online
         self._deletions = None if store is None else Deletions(store)
         self._registry = None if store is None else VersionRegistry(store)
         self._tainted: str | None = None
         self._buffer = open_buffer(config, store)
         self._subjects = Subjects()
         self._lineage = Lineage()
+        self._candidate: str | None = None
         self._observations: list[Observation] = []
-        self._spoken = spoken_tokens(self._trainer.drafter)
         self._transport: RecordTransport | None = None
         self._next_expiry = 0.0
+        self._next_save = time.monotonic() + config.trainer.save_every_seconds
         if store is not None:
             # What was demanded, or grew old, while nobody ran.
             self._obey_privacy(time.time())
+        reason = self._resume()
+        self._start = Start(self._online.steps_done, reason)
+        self._spoken = spoken_tokens(self._online.drafter)
         self._note_promoted(serving)
 
-    def _load(self, folder: Path) -> tuple[Drafter, Manifest]:
-        drafter, manifest = load_any(folder)
-        return drafter.to(self._device), manifest
+    def started(self) -> Start:
+        """How it began."""
+        return self._start
+
+    def _resume(self) -> str:
+        """Go on from the saved state if it belongs to the drafter in service; why, or why not."""
+        fresh = "training starts anew: "
+        if self._store is None or self._deletions is None:
+            return f"{fresh}nothing is kept"
+        try:
+            saved = SavedTraining.load(self._store)
+            if saved is None:
+                return f"{fresh}nothing was saved"
+            manifest, taught = self._learner.manifest, Subjects(saved.facts.taught)
+            if manifest.weights_sha256 not in saved.facts.drafters:
+                return f"{fresh}what was saved belongs to another drafter than {manifest.version}"
+            if self._deletions.touch(taught):
+                forget_training(self._store)
+                return f"{fresh}{TAINT_REASON}"
+            with self._peers.also("resume", self._store):
+                self._online.load_state_dict(saved.tensors)
+        except CheckpointError as error:
+            return f"{fresh}{error}"
+        self._subjects, self._lineage = taught, saved.facts.lineage
+        self._buffer.draws = saved.facts.draws
+        used = set(saved.facts.used)
+        for kept in self._buffer.entries:
+            kept.used = kept.id in used
+        return "training goes on from the saved state"
+
+    def save_state(self) -> None:
+        """Keep what an exact resume needs; nothing in memory only, or of what must not be taught on."""
+        self._next_save = time.monotonic() + self._config.trainer.save_every_seconds
+        if self._store is None or self._tainted is not None:
+            return
+        with self._peers.also("state"):
+            tensors = self._online.state_dict()
+        serving = self._learner.manifest.weights_sha256
+        facts = Facts(
+            drafters=(serving,) if self._candidate is None else (serving, self._candidate),
+            lineage=self._lineage,
+            taught=tuple(self._subjects),
+            used=tuple(kept.id for kept in self._buffer.entries if kept.used),
+            draws=self._buffer.draws,
+        )
+        SavedTraining(tensors, facts).save(self._store)
 
     def add_records(
         self,
@@ -151,8 +200,9 @@ class Trainer:
         deletions = self._deletions
         if deletions is not None and (demanded := deletions.refresh()):
             self._buffer.delete(lambda kept: deletions.cover(kept.record, kept.time))
-            if any(subject in self._subjects for subject in demanded):
+            if self._store is not None and any(subject in self._subjects for subject in demanded):
                 self._tainted = TAINT_REASON
+                forget_training(self._store)
         hours = self._config.privacy.retention_hours
         if hours is not None and now >= self._next_expiry:
             step = hours * _HOUR_S * _RETENTION_STEP
@@ -166,8 +216,13 @@ class Trainer:
 
     def rebuild_vocabulary(self) -> VocabularyChange | None:
         """Let the draft vocabulary follow the buffered answers; None when that changes nothing."""
-        change = rebuild(self._trainer, self._buffer.training(), self._end_ids, self._device)
-        self._spoken = spoken_tokens(self._trainer.drafter)
+        found = rebuilt(self._online.drafter, self._buffer.training(), self._end_ids)
+        if found is None:
+            return None
+        move, change = found
+        with self._peers.also("change_vocabulary", [part.numpy() for part in (move.ids, move.kept, move.source)]):
+            self._online.change_vocabulary(move.to(self._learner.device))
+        self._spoken = spoken_tokens(self._online.drafter)
         return change
 
     def train(self, seconds: float) -> list[StepReport]:
@@ -177,6 +232,8 @@ class Trainer:
         reports: list[StepReport] = []
         while time.monotonic() < deadline and (report := self._step()) is not None:
             reports.append(report)
+        if time.monotonic() >= self._next_save:
+            self.save_state()
         return reports
 
     def train_steps(self, count: int) -> list[StepReport]:
@@ -188,10 +245,16 @@ class Trainer:
 
     def _step(self) -> StepReport | None:
         settings = self._config.trainer
-        drawn = [self._buffer.sample(settings.batch_tokens) for _ in range(settings.accumulate)]
+        drawn = [self._buffer.sample(settings.batch_tokens) for _ in range(settings.accumulate * settings.processes)]
         if not all(drawn):
             return None
-        report = self._trainer.step(*(self._batch(kept) for kept in drawn))
+        # Batch number n is rank n % processes' (see `online`).
+        shares: list[list[Batch]] = [[] for _ in range(settings.processes)]
+        for number, kept in enumerate(drawn):
+            rank = number % settings.processes
+            shares[rank].append(self._batch(kept, self._learner.device if rank == 0 else "cpu"))
+        with self._peers.also("step", each=[[to_arrays(batch) for batch in share] for share in shares[1:]]):
+            report = self._online.step(*shares[0])
         for kept in drawn:
             for one in kept:
                 if not one.used:
@@ -200,14 +263,14 @@ class Trainer:
             self._buffer.mark_trained(kept)
         return report
 
-    def _batch(self, kept: Sequence[Kept]) -> Batch:
+    def _batch(self, kept: Sequence[Kept], device: str) -> Batch:
         replayed = {id(one.record) for one in kept if one.trained}
         settings = self._config.trainer
         return collate(
             [one.record for one in kept],
             settings.max_length,
-            self._device,
-            self._trainer.generator,
+            device,
+            self._online.generator,
             packed=settings.packed,
             replayed=lambda record: id(record) in replayed,
         )
@@ -226,33 +289,38 @@ class Trainer:
         records = self._buffer.held_out(gate.max_eval_tokens)
         if len(records) < gate.min_records:
             return None
-        holdout = prepare_holdout(records, self._target, self._config.trainer.max_length, self._device)
-        candidate = build(self._serving.shape).to(self._device)
-        candidate.load_state_dict(self._trainer.candidate_state_dict())
-        topk = self._guesses()
-        before = expected_accepted_length(self._serving, holdout, self._target, topk)
-        after = expected_accepted_length(candidate, holdout, self._target, topk)
+        learner, topk = self._learner, self._guesses()
+        holdout = prepare_holdout(records, learner.target, self._config.trainer.max_length, learner.device)
+        candidate = build(learner.serving.shape).to(learner.device)
+        candidate.load_state_dict(self._candidate_weights())
+        before = expected_accepted_length(learner.serving, holdout, learner.target, topk)
+        after = expected_accepted_length(candidate, holdout, learner.target, topk)
         return Comparison(len(records), before, after)
+
+    def _candidate_weights(self) -> dict[str, Tensor]:
+        with self._peers.also("candidate"):
+            return self._online.candidate_state_dict()
 
     def _guesses(self) -> tuple[int, ...]:
         """How many guesses of each step the server verifies: a tree's widths for EAGLE-3, a chain for DFlash."""
-        if isinstance(self._serving, DflashDrafter):
-            return (1,) * (self._serving.config.block_size - 1)
+        if isinstance(serving := self._learner.serving, DflashDrafter):
+            return (1,) * (serving.config.block_size - 1)
         return tree_widths(self._config.server.topk, self._config.trainer.ttt_steps)
 
     def save_candidate(self, folder: Path, version: str, metrics: dict[str, float]) -> Path:
         """Write the candidate as a checkpoint with its manifest, and whose records taught it; returns its folder."""
         lineage = self._lineage.model_copy(
-            update={"tokens": self._trainer.tokens_seen, "train_steps": self._trainer.steps_done}, deep=True
+            update={"tokens": self._online.tokens_seen, "train_steps": self._online.steps_done}, deep=True
         )
         self._subjects.save(folder)
-        save_drafter(
+        serving = self._learner.manifest
+        candidate = save_drafter(
             folder,
-            self._serving.shape,
-            self._trainer.candidate_state_dict(),
+            self._learner.serving.shape,
+            self._candidate_weights(),
             version=version,
-            parent=self._manifest.version,
-            target=self._manifest.target,
+            parent=serving.version,
+            target=serving.target,
             lineage=lineage,
             metrics=metrics,
         )
@@ -260,16 +328,18 @@ class Trainer:
             self._registry.add(folder)
             if (why := self._tainted) is not None:
                 self._registry.taint(lambda name: name == version, why)
+        self._candidate = candidate.weights_sha256
+        self.save_state()
         return folder
 
     def promoted(self, folder: Path) -> None:
         """The checkpoint in `folder` serves now: later candidates are compared with it."""
-        self._serving, self._manifest = self._load(folder)
-        self._trainer.guard(self._serving)
+        with self._peers.also("promoted", folder):
+            self._learner.promoted(folder)
         self._note_promoted(folder)
 
     def _note_promoted(self, folder: Path) -> None:
-        registry, name = self._registry, self._manifest.version
+        registry, name = self._registry, self._learner.manifest.version
         if registry is None:
             return
         if not registry.knows(name):
@@ -279,8 +349,12 @@ class Trainer:
             registry.move(name, "promoted", "it serves")
 
     def close(self) -> None:
-        """Let another process have the store."""
-        self._buffer.close()
+        """Keep the state, end the peers, and let another process have the store."""
+        try:
+            self.save_state()
+        finally:
+            self._peers.close()
+            self._buffer.close()
 
 
 def open_buffer(config: Config, store: Path | None) -> ReplayBuffer:
@@ -291,22 +365,6 @@ def open_buffer(config: Config, store: Path | None) -> ReplayBuffer:
     journal = None if store is None else Journal(store / JOURNAL_FOLDER, max_bytes // 16)
     return ReplayBuffer(
         max_bytes, capture.domain_quota, capture.holdout_fraction, capture.replay_share, config.seed, journal
-    )
-
-
-def online_settings(config: Config) -> OnlineSettings:
-    trainer = config.trainer
-    return OnlineSettings(
-        ttt=TttSettings(steps=trainer.ttt_steps, decay=trainer.ttt_decay, divergence=trainer.divergence),
-        # The paper's 4, 5 and 7 for blocks of 8, 10 and 16.
-        block=DflashSettings(gamma=min(config.drafter.block_size / 2, 7.0)),
-        lessons=LessonSettings(refused_weight=trainer.refused_weight, guard_weight=trainer.guard_weight),
-        learning_rate=trainer.learning_rate,
-        warmup_steps=trainer.warmup_steps,
-        cosine_steps=trainer.cosine_steps,
-        weight_decay=trainer.weight_decay,
-        clip_norm=trainer.clip_norm,
-        ema_decay=trainer.ema_decay,
     )
 
 

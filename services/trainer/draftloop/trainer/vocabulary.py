@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from draftloop.core.records import CaptureRecord
 from draftloop.drafters.drafter import Drafter
 from draftloop.drafters.eagle3 import Eagle3Drafter
-from draftloop.drafters.online import OnlineTrainer
 from draftloop.drafters.vocab import VocabMove, build_draft_vocab, count_tokens, coverage, move_vocab
 
 
@@ -34,14 +33,13 @@ def spoken_tokens(drafter: Drafter) -> NDArray[np.bool_] | None:
     return spoken
 
 
-def rebuild(
-    trainer: OnlineTrainer, records: Iterable[CaptureRecord], always: Iterable[int], device: str
-) -> VocabularyChange | None:
-    """Give the drafter in training the most frequent tokens of the records' answers, and those of `always`.
+def rebuilt(
+    drafter: Drafter, records: Iterable[CaptureRecord], always: Iterable[int]
+) -> tuple[VocabMove, VocabularyChange] | None:
+    """A drafter's vocabulary made of the most frequent tokens of the records' answers, and those of `always`.
 
     None when that changes nothing, or the drafter has no vocabulary of its own.
     """
-    drafter = trainer.drafter
     if not isinstance(drafter, Eagle3Drafter):
         return None
     answers = (record.token_ids[max(0, record.prompt_len - record.start) :] for record in records)
@@ -54,5 +52,4 @@ def rebuild(
     move = move_vocab(old, new)
     if bool(move.kept.all()):
         return None
-    trainer.change_vocabulary(VocabMove(*(part.to(device) for part in (move.ids, move.kept, move.source))))
-    return VocabularyChange(int((~move.kept).sum()), coverage(counts, old), coverage(counts, new))
+    return move, VocabularyChange(int((~move.kept).sum()), coverage(counts, old), coverage(counts, new))
