@@ -12,6 +12,7 @@ from typing import Any
 from clients import Clients, Question
 from fleet_run import FleetRun
 
+from draftloop.capture.ledger import Counts
 from draftloop.core.errors import ServerError
 
 KINDS = ("worker", "trainer", "controller", "router")
@@ -54,6 +55,7 @@ class Chaos:
         report = Report()
         for _ in range(runs):
             self._one(report)
+            print(report.as_json(), flush=True)
         return report
 
     def _one(self, report: Report) -> None:
@@ -64,7 +66,9 @@ class Chaos:
             time.sleep(rng.uniform(0.0, LATEST_KILL_S))
             noticed = self._kill(victims)
             with contextlib.suppress(AssertionError):
-                fleet.wait_until(lambda: noticed() and fleet.converged(), CONVERGED_WITHIN_S)
+                fleet.wait_until(
+                    lambda: noticed() and fleet.converged() and books(fleet) is not None, CONVERGED_WITHIN_S
+                )
         report.runs += 1
         report.killed.append("+".join(sorted(victims)))
         report.unconverged += not fleet.converged()
@@ -96,9 +100,12 @@ class Chaos:
 
 def balanced(fleet: FleetRun) -> bool:
     """Whether every captured record is somewhere."""
+    counts = books(fleet)
+    return counts is not None and counts.balanced
+
+
+def books(fleet: FleetRun) -> Counts | None:
+    """What became of the records; None until a trainer that has just started has read its journal."""
     status = fleet.status()
-    if status is None or not status["accounting"]:
-        return False
-    accounting = dict(status["accounting"])
-    captured: int = accounting.pop("captured")
-    return captured == sum(accounting.values())
+    counts = Counts(**status["accounting"]) if status is not None else Counts()
+    return counts if counts.captured else None
