@@ -11,20 +11,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 
-from clients import clear_questions, roll_out
-from fleet_run import FleetRun
+from bench_fleet import two_versions
 from load_runs import swaps_under_load
-from tiny_fleet import fleet_config, make_trained
-from tiny_llama import make_tiny_target
-
-from draftloop.core.config import Config
-
-QUESTIONS, ANSWER_TOKENS = 8, 24
 
 
 def main() -> None:
@@ -33,16 +25,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--swap-every", type=float, default=30.0)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="draftloop-load-") as name:
-        scratch = Path(name)
-        target = make_tiny_target(scratch / "tiny-llama", seed=0)
-        questions = clear_questions(target, QUESTIONS, ANSWER_TOKENS, seed=7)
-        config = fleet_config(target, scratch)
-        good = make_trained(target, Config.model_validate(config), scratch / "good")
-        with FleetRun(scratch / "run", config) as fleet:
-            fleet.wait_until(fleet.converged)
-            roll_out(fleet, good, questions)
-            report = swaps_under_load(fleet, questions, arguments.clients, arguments.seconds, arguments.swap_every)
+    with two_versions() as (fleet, questions):
+        report = swaps_under_load(fleet, questions, arguments.clients, arguments.seconds, arguments.swap_every)
     print(json.dumps(report.as_json()))
 
 

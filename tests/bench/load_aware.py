@@ -36,7 +36,7 @@ from transformers import AutoTokenizer
 
 from draftloop.core.config import load_config
 from draftloop.drafters.load.shapes import Shape
-from draftloop.fleet.worker import Worker
+from draftloop.fleet.worker import UNCAPTURED_DOMAIN, Worker
 from draftloop.generator.batch import generate_batch
 from draftloop.generator.prompts import builtin_prompts, split
 from draftloop.sglang.load.report import EVERY_S
@@ -48,7 +48,7 @@ BATCHES = (1, 2, 4, 8, 16)
 TRACE = (1, 16, 2, 8, 1, 4, 16, 1, 2, 8)
 FIXED = (Shape(1, 4, 2), Shape(2, 4, 4), Shape(3, 4, 8))
 SETTINGS = ["server.threads=2", "server.start_timeout_s=900", "speculation.follow_load=true", "capture.sample_rate=0.0"]
-HELD_OUT, HELDOUT = 32, "heldout"
+HELD_OUT = 32
 MOST_TOKENS = 600
 SAME_STEP_S = 0.01
 
@@ -92,7 +92,7 @@ async def stream_batch(url: str, prompts: Sequence[tuple[int, ...]], seconds: fl
 
     async def stream(place: int) -> None:
         body = {
-            "rid": f"{HELDOUT}--{uuid.uuid4().hex}",
+            "rid": f"{UNCAPTURED_DOMAIN}--{uuid.uuid4().hex}",
             "input_ids": list(prompts[place]),
             "stream": True,
             "sampling_params": {"temperature": 0.0, "max_new_tokens": MOST_TOKENS, "ignore_eos": True},
@@ -123,7 +123,9 @@ def decode(setting: Setting, batches: Sequence[Sequence[tuple[int, ...]]], secon
         if setting.server.worker.load_folder.exists():
             pin(setting.server.worker.load_folder, setting.pinned)
         prompts = [prompt for batch in batches for prompt in batch]
-        asyncio.run(generate_batch(setting.server.url, prompts, 1, domain=HELDOUT, concurrency=16, ignore_eos=True))
+        asyncio.run(
+            generate_batch(setting.server.url, prompts, 1, domain=UNCAPTURED_DOMAIN, concurrency=16, ignore_eos=True)
+        )
         done = [asyncio.run(stream_batch(setting.server.url, batch, seconds)) for batch in batches]
     return sum(stretch.tokens for stretch in done) / sum(stretch.seconds for stretch in done)
 

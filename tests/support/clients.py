@@ -8,11 +8,9 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
 
 import httpx
-from fleet_run import FleetRun
 from tiny_llama import TinyTarget, random_prompts
 
 # Of the two best logits at each position; a smaller one may fall either way in another batch shape.
@@ -107,15 +105,3 @@ class Clients:
                 self.outcome.wrong += 1
         if answer is None:
             time.sleep(PAUSE_AFTER_FAILURE_S)
-
-
-def roll_out(fleet: FleetRun, checkpoint: Path, questions: Sequence[Question]) -> None:
-    """Promote a drafter under the traffic that its canary is judged by; then two versions may serve."""
-
-    def restorable() -> bool:
-        status = fleet.status()
-        return status is not None and checkpoint.name in status["versions"]
-
-    with Clients(fleet.router(), questions, 2):
-        fleet.wait_until(lambda: fleet.offer(checkpoint))
-        fleet.wait_until(lambda: restorable() and fleet.converged())
