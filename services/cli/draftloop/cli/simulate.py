@@ -23,13 +23,14 @@ def simulate_fleets(config: Config, workers: Sequence[int], seed: int) -> list[F
     """One forecast for each fleet size. Raises ConfigError for a size that is not modelled."""
     if wrong := [count for count in workers if not 1 <= count <= MOST_WORKERS]:
         raise ConfigError(f"--workers {wrong[0]}: the model is for 1 to {MOST_WORKERS} workers")
-    return [forecast(fleet_of(config, count), config.simulate.seconds, seed) for count in workers]
-
-
-def fleet_of(config: Config, workers: int) -> Fleet:
-    """The config's fleet with this many workers; the tree is the server's, measured or as configured."""
-    settings = config.simulate
+    # Read once: a server that runs writes its report anew every few seconds.
     costs, shape = costs_of(config)
+    return [forecast(fleet_of(config, count, costs, shape), config.simulate.seconds, seed) for count in workers]
+
+
+def fleet_of(config: Config, workers: int, costs: CostModel, shape: Shape) -> Fleet:
+    """The config's fleet with this many workers."""
+    settings = config.simulate
     return Fleet(
         workers=workers,
         costs=costs,
@@ -114,6 +115,5 @@ def as_markdown(config: Config, rows: Sequence[Forecast], seed: int) -> str:
         f"| `simulate.{name}` | {value:g} |" if isinstance(value, int | float) else f"| `simulate.{name}` | {value} |"
         for name, value in estimates.items()
     ]
-    shape = costs_of(config)[1]
-    lines.append(f"| tree: levels x width / nodes verified | {shape} |")
+    lines.append(f"| tree: levels x width / nodes verified | {rows[0].shape} |")
     return "\n".join(lines) + "\n"

@@ -264,12 +264,14 @@ class Simulation:
 
 @dataclass(frozen=True)
 class Forecast:
-    """One row of the table. speedup_*: tokens/s at the end against the same devices, the trainer's among them, with
-    the day-0 drafter and without speculation.  break_even_requests: finished until the refreshed fleet had served as
-    many tokens as that static one; None within the simulated time.  capture_bytes_per_s: into the trainer, at the end.
-    swap_bytes: of all roll-outs.  useful_sample_rate: the sampling at which the trainer still learns as fast."""
+    """One row of the table. shape: of the served tree.  speedup_*: tokens/s at the end against the same devices, the
+    trainer's among them, with the day-0 drafter and without speculation.  break_even_requests: finished until the
+    refreshed fleet had served as many tokens as that static one; None within the simulated time.  capture_bytes_per_s:
+    into the trainer, at the end.  swap_bytes: of all roll-outs.  useful_sample_rate: the sampling at which the trainer
+    still learns as fast."""
 
     workers: int
+    shape: Shape
     tokens_per_s: float
     accept_length: float
     speedup_static: float
@@ -289,6 +291,7 @@ def forecast(fleet: Fleet, seconds: float, seed: int) -> Forecast:
     speed = refreshed.tokens_per_s
     return Forecast(
         workers=fleet.workers,
+        shape=fleet.shape,
         tokens_per_s=speed,
         accept_length=refreshed.accept_length,
         speedup_static=speed / static.tokens_per_s,
