@@ -7,6 +7,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
+from draftloop.capture.admission import Labels, wants
 from draftloop.capture.assembler import Assembler
 from draftloop.capture.ring import RingReader
 from draftloop.capture.wire import DamagedMessageError, decode
@@ -33,7 +34,11 @@ class CollectorCounts:
 
 
 class Collector:
-    """Reads the ring `name` until closed. When `max_bytes` of records wait to be taken, new ones are dropped."""
+    """Reads the ring `name` until closed. When `max_bytes` of records wait to be taken, new ones are dropped.
+
+    The ring may hold records of an earlier reader's policy, and records may wait here while an opt-out comes: what the
+    policy in force does not want is not handed out.
+    """
 
     def __init__(self, name: str, max_bytes: int) -> None:
         self._reader = RingReader.attach(name)
@@ -41,7 +46,8 @@ class Collector:
         self._max_bytes = max_bytes
         self._waiting: deque[CaptureRecord] = deque()
         self._waiting_bytes = 0
-        self._records = self._tokens = self._overflow = self._damaged = 0
+        self._records = self._tokens = self._overflow = self._damaged = self._withdrawn = 0
+        self._policy = CapturePolicy()
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="draftloop-collector", daemon=True)
@@ -50,6 +56,12 @@ class Collector:
     def set_policy(self, policy: CapturePolicy) -> None:
         """Change what the tap captures. Raises ConfigError when the policy names too many tenants."""
         self._reader.control.publish(policy.model_dump_json().encode())
+        with self._lock:
+            self._policy = policy
+            waiting = [record for record in self._waiting if wants(policy, Labels(record.tenant, record.domain))]
+            self._withdrawn += len(self._waiting) - len(waiting)
+            self._waiting = deque(waiting)
+            self._waiting_bytes = sum(record.nbytes for record in waiting)
 
     def take(self, most: int) -> list[CaptureRecord]:
         """Up to `most` records, oldest first; they are the caller's now."""
@@ -67,7 +79,7 @@ class Collector:
                 tokens=self._tokens,
                 records_dropped=ring.records_dropped + self._overflow,
                 records_throttled=ring.records_throttled,
-                records_withdrawn=ring.records_withdrawn,
+                records_withdrawn=ring.records_withdrawn + self._withdrawn,
                 damaged=self._damaged,
                 open_requests=self._assembler.open_requests,
             )
@@ -103,6 +115,9 @@ class Collector:
     def _keep(self, records: list[CaptureRecord]) -> None:
         with self._lock:
             for record in records:
+                if not wants(self._policy, Labels(record.tenant, record.domain)):
+                    self._withdrawn += 1
+                    continue
                 if self._waiting_bytes + record.nbytes > self._max_bytes:
                     self._overflow += 1
                     continue

@@ -22,7 +22,7 @@ from __future__ import annotations
 import mmap
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -76,11 +76,23 @@ def new_ring_name() -> str:
 
     Python's resource tracker removes a killed owner's ring, unless whoever kills takes its whole process group.
     """
-    for file in _SHM_DIR.glob(f"{_NAME_PREFIX}*-*"):
-        owner = file.name.removeprefix(_NAME_PREFIX).partition("-")[0]
-        if owner.isdigit() and not Path(f"/proc/{owner}").exists():
+    for file, owner in _owned():
+        if not Path(f"/proc/{owner}").exists():
             file.unlink(missing_ok=True)
     return f"{_NAME_PREFIX}{os.getpid()}-{uuid.uuid4().hex[:12]}"
+
+
+def rings_of(pids: Collection[int]) -> list[str]:
+    """Names of the rings that these processes made."""
+    return sorted(file.name for file, owner in _owned() if owner in pids)
+
+
+def _owned() -> Iterator[tuple[Path, int]]:
+    """Each ring with a name of `new_ring_name`, and its owner's process."""
+    for file in _SHM_DIR.glob(f"{_NAME_PREFIX}*-*"):
+        owner = file.name.removeprefix(_NAME_PREFIX).partition("-")[0]
+        if owner.isdigit():
+            yield file, int(owner)
 
 
 class _Ring:

@@ -12,13 +12,13 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from draftloop.capture.collector import CollectorCounts
 from draftloop.core.config import Config
-from draftloop.core.errors import DraftloopError
+from draftloop.core.errors import BusyError, DraftloopError
 from draftloop.core.manifest import Manifest
 from draftloop.core.versions import VersionRegistry, VersionState
 from draftloop.drafters.checkpoint import verify_checkpoint
@@ -33,10 +33,6 @@ from draftloop.refresher.state import FleetState
 
 # What becomes of a version at each step of its roll-out.
 ENTERS: dict[str, VersionState] = {"canary": "canary", "rolled_out": "promoted", "rolled_back": "rolled_back"}
-
-
-class BusyError(DraftloopError):
-    """A roll-out is under way."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +157,13 @@ class Controller:
     def _keep(self, rollout: Rollout, step: Step | None, workers: int | None = None) -> None:
         """Save first, then say so; acting comes last."""
         ordered = self._state.rollout.ordered
-        state = FleetState(workers=workers or self._state.workers, rollout=rollout, router_port=self.fleet.router.port)
+        state = self._state.model_copy(
+            update={
+                "workers": workers or self._state.workers,
+                "rollout": rollout,
+                "router_port": self.fleet.router.port,
+            }
+        )
         if state != self._state:
             state.save(self._paths.root)
             self._state = state
@@ -252,7 +254,7 @@ class Controller:
                 "router": self.fleet.router.url,
                 "routed": sorted(self.fleet.router.routed or ()),
                 "workers": [_worker_status(name, view, samples.get(name)) for name, view in sorted(views.items())],
-                "wanted_workers": self._state.workers,
+                "wanted_workers": len(views),
                 "rollout": rollout.model_dump(),
                 "verdict": self._verdict.reason,
                 "versions": self._registry.restorable(),
@@ -290,8 +292,5 @@ class CapturedTotals:
         before = last.captured if last is not None and last.url == sample.url else CollectorCounts()
         after, total = sample.captured, self.total
         self.total = CollectorCounts(
-            total.records + after.records - before.records,
-            total.tokens + after.tokens - before.tokens,
-            total.records_dropped + after.records_dropped - before.records_dropped,
-            total.damaged + after.damaged - before.damaged,
+            **{f.name: getattr(total, f.name) + getattr(after, f.name) - getattr(before, f.name) for f in fields(total)}
         )
