@@ -1,26 +1,39 @@
-"""Finding the ring of a server that something else started, by real processes that listen."""
+"""Finding what belongs to a server that something else started, by real processes that listen."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from draftloop.capture.ring import RingError, RingReader
 from draftloop.core.errors import ServerError
-from draftloop.fleet.attached import ring_of
+from draftloop.drafters.load.shapes import Shape
+from draftloop.fleet.attached import load_folder_of, ring_of, server_behind
+from draftloop.sglang.load.settings import LOAD_ENV, LoadSettings
 from draftloop.sglang.tap import TAP_ENV, TapSettings
 
-LISTEN = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); input()"
+SERVER = """
+import socket
+from draftloop.sglang.tap import Tap, TapSettings
+settings = TapSettings.from_environment()
+tap = None if settings is None else Tap(settings)
+listening = socket.create_server(("127.0.0.1", 0))
+print(listening.getsockname()[1], flush=True)
+input()
+"""
+TAP = {TAP_ENV: TapSettings(ring_mib=1).model_dump_json()}
 
 
+@contextmanager
 def listening(environment: dict[str, str]) -> Iterator[str]:
     process = subprocess.Popen(
-        [sys.executable, "-c", LISTEN], env=os.environ | environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", SERVER], env=os.environ | environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert process.stdout is not None
     try:
@@ -29,48 +42,39 @@ def listening(environment: dict[str, str]) -> Iterator[str]:
         process.communicate(b"\n")
 
 
-@pytest.fixture
-def server() -> Iterator[str]:
-    yield from listening({TAP_ENV: TapSettings(ring="mine", ring_mib=1).model_dump_json()})
+def test_the_server_makes_the_ring_and_it_goes_with_it() -> None:
+    with listening(TAP) as url:
+        name = ring_of(server_behind(url))
+        reader = RingReader.attach(name)
+        assert reader.control.version == 0, "nothing is captured before somebody says of whom"
+        reader.close()
+    with pytest.raises(RingError):
+        RingReader.attach(name)
 
 
-@pytest.fixture
-def server_without_tap() -> Iterator[str]:
-    yield from listening({})
+def test_each_server_has_its_own_ring() -> None:
+    with listening(TAP) as one, listening(TAP) as other:
+        assert ring_of(server_behind(one)) != ring_of(server_behind(other))
 
 
-def test_the_ring_is_named_in_the_servers_environment(server: str) -> None:
-    assert ring_of(server) == "mine"
+def test_a_server_without_a_tap() -> None:
+    with listening({}) as url, pytest.raises(ServerError, match=r"no rings of captured states.*server-command"):
+        ring_of(server_behind(url))
 
 
-def test_a_server_without_a_tap(server_without_tap: str) -> None:
-    with pytest.raises(ServerError, match="captures nothing"):
-        ring_of(server_without_tap)
+def test_where_a_server_reports_its_steps(tmp_path: Path) -> None:
+    load = LoadSettings(folder=tmp_path, shapes=(Shape(2, 1, 3),))
+    with listening({LOAD_ENV: load.model_dump_json()}) as url:
+        assert load_folder_of(server_behind(url)) == tmp_path
+    with listening({}) as url:
+        assert load_folder_of(server_behind(url)) is None
 
 
 def test_nobody_listens() -> None:
     with pytest.raises(ServerError, match="cannot be inspected"):
-        ring_of("http://127.0.0.1:1")
+        server_behind("http://127.0.0.1:1")
 
 
 def test_another_machine() -> None:
     with pytest.raises(ServerError, match="not on this machine"):
-        ring_of("http://192.0.2.77:30000")
-
-
-def test_the_server_makes_the_ring_and_it_goes_with_it() -> None:
-    name = f"draftloop-test-{uuid.uuid4().hex[:8]}"
-    code = (
-        "from draftloop.sglang.tap import Tap, TapSettings\n"
-        f"tap = Tap(TapSettings(ring={name!r}, ring_mib=1))\n"
-        "print('ready', flush=True); input()"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"ready\n"
-    reader = RingReader.attach(name)
-    assert reader.control.read() is not None, "without a policy nothing is captured"
-    reader.close()
-    process.communicate(b"\n")
-    with pytest.raises(RingError):
-        RingReader.attach(name)
+        server_behind("http://192.0.2.77:30000")

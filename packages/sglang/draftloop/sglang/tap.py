@@ -21,13 +21,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from draftloop.capture.admission import Admission, Labels, Verdict
-from draftloop.capture.ring import RingOwner, RingWriter
+from draftloop.capture.ring import RingOwner, RingWriter, new_ring_name
 from draftloop.capture.tap_writer import TapWriter
 from draftloop.capture.wire import Chunk
-from draftloop.core.config import CapturePolicy
 from draftloop.core.records import VerifyStep
 from draftloop.sglang.algorithms import Algorithm
 from draftloop.sglang.host_copier import Emit, HostCopier, as_numpy
@@ -42,15 +41,22 @@ class TapSettings(BaseModel):
     """What a server process is told about its tap, as JSON in the environment variable DRAFTLOOP_TAP. Which requests
     are captured stands in the ring's control block, where it can be changed.
 
-    ring_mib: the server makes the ring itself, of this size, for a refresher that attaches later; None: it is there.
+    ring: its name, when it is there already.  ring_mib: the server makes it, of this size, for a refresher that
+    attaches later, and captures nothing until then.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    ring: str
+    ring: str | None = None
     ring_mib: int | None = Field(None, ge=1)
     algorithm: Algorithm = "EAGLE3"
     top_logits: int = Field(8, ge=0)
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> TapSettings:
+        if (self.ring is None) == (self.ring_mib is None):
+            raise ValueError("name the ring that is there, or say how large one to make")
+        return self
 
     @classmethod
     def from_environment(cls) -> TapSettings | None:
@@ -127,11 +133,8 @@ class Tap:
     """Turns target forwards into chunks. One lives in each scheduler process; its methods are called by hooks."""
 
     def __init__(self, settings: TapSettings) -> None:
-        self._owner = None if settings.ring_mib is None else RingOwner.create(settings.ring, settings.ring_mib << 20)
-        if self._owner is not None:
-            # Who attaches to the ring may set another policy; until then everything is captured.
-            self._owner.control.publish(CapturePolicy().model_dump_json().encode())
-        self._ring = RingWriter.attach(settings.ring)
+        self._owner = None if settings.ring_mib is None else RingOwner.create(new_ring_name(), settings.ring_mib << 20)
+        self._ring = RingWriter.attach(str(settings.ring) if self._owner is None else self._owner.name)
         self._writer = TapWriter(self._ring)
         self._admission = Admission(self._ring.control)
         self._top_logits = settings.top_logits

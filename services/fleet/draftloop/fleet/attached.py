@@ -1,4 +1,4 @@
-"""A server that something else started: where its drafter and its capture ring are."""
+"""A server that something else started: where its drafter, its capture ring and its step costs are."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from draftloop.capture.ring import rings_of
 from draftloop.core.errors import ServerError
 from draftloop.sglang.client import ServerClient
+from draftloop.sglang.load.settings import LOAD_ENV, LoadSettings
 from draftloop.sglang.swap_loader import LOADER
-from draftloop.sglang.tap import TAP_ENV, TapSettings
 
 # SGLang's --weight-version when it is not given.
 UNNAMED_VERSION = "default"
@@ -28,10 +29,10 @@ def drafter_of(client: ServerClient) -> Path:
     return Path(folder)
 
 
-def ring_of(url: str) -> str:
-    """Name of the capture ring of the server at `url`, from its process's environment. Raises ServerError.
+def server_behind(url: str) -> psutil.Process:
+    """The process that listens at `url`. Raises ServerError.
 
-    The ring is shared memory: the server must run on this machine, and as this user.
+    Its ring is shared memory: the server must run on this machine, and as this user.
     """
     place = urlsplit(url)
     host, port = place.hostname or "", place.port
@@ -41,16 +42,27 @@ def ring_of(url: str) -> str:
             "on the machine of the servers"
         )
     for connection in psutil.net_connections("tcp"):
-        if connection.status != psutil.CONN_LISTEN or connection.laddr.port != port or connection.pid is None:
-            continue
-        try:
-            raw = psutil.Process(connection.pid).environ().get(TAP_ENV)
-        except psutil.Error:
-            continue
-        if raw is None:
-            raise ServerError(f'{url} captures nothing: start it with {TAP_ENV}=\'{{"ring": NAME, "ring_mib": 64}}\'')
-        return TapSettings.model_validate_json(raw).ring
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid is not None:
+            return psutil.Process(connection.pid)
     raise ServerError(f"the process behind {url} cannot be inspected: run draftloop attach as its user")
+
+
+def ring_of(server: psutil.Process) -> str:
+    """Name of the capture ring that the server or a child of it has made. Raises ServerError."""
+    family = [server, *server.children(recursive=True)]
+    rings = rings_of({process.pid for process in family})
+    if len(rings) != 1:
+        raise ServerError(
+            f"the server of process {server.pid} has {len(rings) or 'no'} rings of captured states, not one: start it "
+            "with the line that draftloop server-command prints"
+        )
+    return rings[0]
+
+
+def load_folder_of(server: psutil.Process) -> Path | None:
+    """Where the server reports what its steps cost; None when it was not told to."""
+    raw = server.environ().get(LOAD_ENV)
+    return None if raw is None else LoadSettings.model_validate_json(raw).folder
 
 
 def _is_local(host: str) -> bool:

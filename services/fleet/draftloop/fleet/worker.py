@@ -21,7 +21,7 @@ from draftloop.drafters.checkpoint import verify_checkpoint
 from draftloop.drafters.device import serving_dtype, use_cuda
 from draftloop.drafters.load.served import ServedCosts
 from draftloop.drafters.target import target_identity
-from draftloop.fleet.attached import UNNAMED_VERSION, drafter_of, ring_of
+from draftloop.fleet.attached import UNNAMED_VERSION, drafter_of, load_folder_of, ring_of, server_behind
 from draftloop.fleet.counters import DecodeCounters, StepTally, WorkerSample, tally_steps
 from draftloop.fleet.stall import StallProbe
 from draftloop.sglang.algorithms import Algorithm
@@ -68,6 +68,7 @@ class Worker:
         self._collector: Collector | None = None
         self._outbox: Outbox | None = None
         self._serving: Manifest | None = None
+        self._load_folder: Path | None = None
         self._steps: dict[tuple[str, str], StepTally] = {}
         self._redaction = Redaction(load_redactor(config.privacy.redactor, config.privacy.redactor_options))
 
@@ -86,7 +87,6 @@ class Worker:
             speculation = Speculation(drafter, self._serving.version, self._serving.kind)
             tap = self._open_tap(speculation.algorithm)
             load = load_settings(self._config, speculation, self.load_folder)
-            self.load_folder.mkdir(parents=True, exist_ok=True)
             # What an earlier server of this place said is not this one's.
             (self.load_folder / REPORT_FILE).unlink(missing_ok=True)
         command = server_command(self._target, self._config.target, server, port, speculation)
@@ -112,7 +112,9 @@ class Worker:
         client = ServerClient(url)
         folder = drafter_of(client)
         self._serving = verify_checkpoint(folder, target_identity(self._target), Manifest.load(folder).layer_ids)
-        self._collector = Collector(ring_of(url), self._config.capture.buffer_mib * _MIB)
+        process = server_behind(url)
+        self._load_folder = load_folder_of(process)
+        self._collector = Collector(ring_of(process), self._config.capture.buffer_mib * _MIB)
         self.set_capture(self._config.capture.policy)
         self._client = client
         if self._version() == UNNAMED_VERSION:
@@ -149,7 +151,7 @@ class Worker:
     @property
     def load_folder(self) -> Path:
         """Where the server reports its speculation, and can be pinned to shapes (`draftloop.sglang.load.settings`)."""
-        return self._log.with_suffix(".load")
+        return self._load_folder or self._log.with_suffix(".load")
 
     def speculation(self) -> dict[str, Any] | None:
         """What the server last said about following its load (`draftloop.sglang.load.report`); None if it does not."""
@@ -157,7 +159,7 @@ class Worker:
         return report if report is not None and report["served"]["follows"] else None
 
     def costs(self) -> ServedCosts | None:
-        """What the server's own steps cost; None before it has served any, or when something else started it."""
+        """What the server's own steps cost; None before it has served any."""
         report = read_report(self.load_folder)
         return None if report is None else ServedCosts.load(report["served"])
 
@@ -240,6 +242,8 @@ class Worker:
         if self._server is not None:
             self._server.stop()
         if self._collector is not None:
+            if self._server is None:  # it serves on without us, and nobody reads what it would capture
+                self._collector.set_policy(CapturePolicy(sample_rate=0.0))
             self._collector.close()
         if self._ring is not None:
             self._ring.close()

@@ -42,6 +42,7 @@ class StepMeter:
         """target, draft: SGLang's model runners. Their matrix products are timed now."""
         from draftloop.sglang.load.timing import start_up
 
+        self._settings.folder.mkdir(parents=True, exist_ok=True)
         begin = time.perf_counter()
         self.cost = CostModel(start_up(target, draft))
         self._report = LoadReport(self._settings, self.cost, self._curves, time.perf_counter() - begin)
