@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -64,13 +64,12 @@ class Chaos:
         with Clients(fleet.router(), self._questions, CLIENTS) as clients:
             self._order_a_roll_out()
             time.sleep(rng.uniform(0.0, LATEST_KILL_S))
-            noticed = self._kill(victims)
+            before = self._news()
+            killed = self._kill(victims)
             with contextlib.suppress(AssertionError):
-                fleet.wait_until(
-                    lambda: noticed() and fleet.converged() and books(fleet) is not None, CONVERGED_WITHIN_S
-                )
+                fleet.wait_until(lambda: self._settled(killed, before), CONVERGED_WITHIN_S)
         report.runs += 1
-        report.killed.append("+".join(sorted(victims)))
+        report.killed.append("+".join(sorted(killed)))
         report.unconverged += not fleet.converged()
         report.unbalanced += not balanced(fleet)
         report.ok += clients.outcome.ok
@@ -78,16 +77,23 @@ class Chaos:
         for failure, count in clients.outcome.failed.items():
             report.failed_requests[failure] = report.failed_requests.get(failure, 0) + count
 
-    def _kill(self, victims: Sequence[str]) -> Callable[[], bool]:
-        """Kill them; whether the fleet has noticed every death."""
-        # A controller takes its trainer along; that is no news to the next one.
-        told = [NEWS[victim] for victim in victims if victim != "trainer" or "controller" not in victims]
-        before = {kind: len(self._fleet.events(kind)) for kind in told}
-        for victim in victims:
-            self._fleet.kill(victim, self._rng)
-        if "controller" in victims:
+    def _kill(self, victims: Sequence[str]) -> list[str]:
+        """Kill them; whom it met. One that is just being replaced cannot die."""
+        killed = [victim for victim in victims if self._fleet.kill(victim, self._rng)]
+        if "controller" in killed:
             self._fleet.start_controller()
-        return lambda: all(len(self._fleet.events(kind)) > count for kind, count in before.items())
+        return killed
+
+    def _news(self) -> dict[str, int]:
+        """How many deaths of each kind the fleet has told of."""
+        return {victim: len(self._fleet.events(kind)) for victim, kind in NEWS.items()}
+
+    def _settled(self, killed: Sequence[str], before: Mapping[str, int]) -> bool:
+        # A controller takes its trainer along; that is no news to the next one.
+        told = [victim for victim in killed if victim != "trainer" or "controller" not in killed]
+        news = self._news()
+        noticed = all(news[victim] > before[victim] for victim in told)
+        return noticed and self._fleet.converged() and books(self._fleet) is not None
 
     def _order_a_roll_out(self) -> None:
         """Any version but the one that serves."""

@@ -9,9 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 import yaml
@@ -26,28 +26,35 @@ START_WITHIN_S = 600.0
 STOP_WITHIN_S = 60.0
 OBJECT_STORE_BYTES = 256 << 20
 CLUSTER_ATTEMPTS = 4
-# How the processes of each kind are told from the others.
+# RAY_AUTH_MODE: a token in the home directory is not the tests' business.  PATH: a job's entry point is `draftloop`.
+RAY_ENVIRONMENT = {
+    "RAY_worker_niceness": "0",
+    "RAY_AUTH_MODE": "disabled",
+    "PATH": f"{sys.prefix}/bin{os.pathsep}{os.environ['PATH']}",
+}
+# How the processes of each kind are told from the others; what is not here is the controller.
 TITLES = {
     "worker": "sglang.launch_server",
     "trainer": "ray::Trainer",
     "router": "draftloop.fleet.router_process",
-    "controller": "draftloop.cli.main refresh",
+    "heir": "draftloop.cli.main stop",
 }
 
 
 class RayCluster:
     """A context manager: a cluster that no controller owns, so that a controller's death leaves it standing."""
 
-    def __init__(self, mark: dict[str, str]) -> None:
+    def __init__(self, mark: dict[str, str], dashboard: bool = False) -> None:
         before = dict(os.environ)
         # Ray's processes, and all that starts in them, inherit these.
-        os.environ.update(mark | {"RAY_worker_niceness": "0"})
+        os.environ.update(mark | RAY_ENVIRONMENT)
         try:
-            self._cluster = _started()
+            self._cluster = _started(dashboard)
         finally:
             os.environ.clear()
             os.environ.update(before)
         self.address: str = self._cluster.address
+        self.dashboard = f"http://{self._cluster.head_node.webui_url}"
 
     def __enter__(self) -> RayCluster:
         return self
@@ -56,18 +63,18 @@ class RayCluster:
         self._cluster.shutdown()
 
 
-def _started() -> Cluster:
+def _started(dashboard: bool) -> Cluster:
     """A raylet waits 15 s for its agent and then gives up; a busy machine needs more than one go."""
     for _ in range(CLUSTER_ATTEMPTS - 1):
         with contextlib.suppress(Exception):
-            return _start()
-    return _start()
+            return _start(dashboard)
+    return _start(dashboard)
 
 
-def _start() -> Cluster:
+def _start(dashboard: bool) -> Cluster:
     cluster = Cluster()
     try:
-        cluster.add_node(num_cpus=2, object_store_memory=OBJECT_STORE_BYTES, include_dashboard=False)
+        cluster.add_node(num_cpus=2, object_store_memory=OBJECT_STORE_BYTES, include_dashboard=dashboard)
     except Exception:
         cluster.shutdown()
         raise
@@ -75,18 +82,29 @@ def _start() -> Cluster:
 
 
 class FleetRun:
-    """A context manager: the run in `folder`; its controller can be killed and started again."""
+    """A context manager: the run in `folder`; its controller can be killed and started again.
 
-    def __init__(self, folder: Path, config: dict[str, Any]) -> None:
+    command: refresh, serve, or attach with its options.  durable: in a Ray cluster that outlives the controller.
+    """
+
+    program = "draftloop.cli.main"
+
+    def __init__(
+        self, folder: Path, config: dict[str, Any], command: Sequence[str] = ("refresh",), durable: bool = True
+    ) -> None:
         self.folder = folder
         self.mark = new_mark()
+        self._command = command
         self._config = folder.with_name(f"{folder.name}.yaml")
         self._config.write_text(yaml.safe_dump(config))
         self._output = folder.with_name(f"{folder.name}.out")
-        self._cluster = RayCluster(self.mark)
+        self._cluster = self._make_cluster() if durable else None
         self._controller: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> FleetRun:
+    def _make_cluster(self) -> RayCluster:
+        return RayCluster(self.mark)
+
+    def __enter__(self) -> Self:
         self.start_controller()
         return self
 
@@ -94,14 +112,17 @@ class FleetRun:
         try:
             self.stop_controller()
         finally:
-            self._cluster.__exit__(*exception)
+            if self._cluster is not None:
+                self._cluster.__exit__(*exception)
             for process in marked(self.mark):
                 process.kill()
 
     def start_controller(self) -> None:
-        command = [sys.executable, "-m", "draftloop.cli.main", "refresh"]
+        command = [sys.executable, "-m", "draftloop.cli.main", *self._command]
         command += ["--config", str(self._config), "--out", str(self.folder)]
-        environment = os.environ | self.mark | {"RAY_ADDRESS": self._cluster.address}
+        environment = os.environ | self.mark | RAY_ENVIRONMENT
+        if self._cluster is not None:
+            environment["RAY_ADDRESS"] = self._cluster.address
         with self._output.open("ab") as output:
             self._controller = subprocess.Popen(
                 command, env=environment, stdout=output, stderr=output, start_new_session=True
@@ -148,13 +169,15 @@ class FleetRun:
         return [event for event in read_events(path) if event.kind == kind] if path.exists() else []
 
     def converged(self) -> bool:
-        """Every wanted worker ready, routed, and on the promoted version; no roll-out under way; training alive."""
+        """Every wanted worker ready, routed, and on the promoted version; no roll-out under way; training, if it is
+        wanted, alive."""
         status = self.status()
         if status is None or status["rollout"]["stage"] != "steady":
             return False
         workers, promoted = status["workers"], status["rollout"]["promoted"]
-        whole = len(workers) == status["wanted_workers"] == len(status["routed"]) and bool(status["accounting"])
-        return whole and all(
+        whole = 0 < len(workers) == status["wanted_workers"] == len(status["routed"])
+        trains = self._command[0] == "serve" or bool(status["accounting"])
+        return (whole and trains) and all(
             w["phase"] == "ready" and w["version"] == promoted and w["url"] in status["routed"] for w in workers
         )
 
@@ -169,19 +192,21 @@ class FleetRun:
         return f"{self._output.read_text()[-4000:]}\n{self.status()}"
 
     def processes(self, kind: str) -> list[psutil.Process]:
+        title = TITLES.get(kind, f"{self.program} {self._command[0]}")
         found = []
         for process in marked(self.mark):
             try:
-                if TITLES[kind] in " ".join(process.cmdline()):
+                if title in " ".join(process.cmdline()):
                     found.append(process)
             except psutil.Error:
                 continue
         return sorted(found, key=lambda process: process.pid)
 
-    def kill(self, kind: str, rng: random.Random) -> None:
-        """kill -9 of one process of this kind; nothing when there is none just now."""
+    def kill(self, kind: str, rng: random.Random) -> bool:
+        """kill -9 of one process of this kind; False when there is none just now."""
         found = self.processes(kind)
         if found:
             rng.choice(found).kill()
         if kind == "controller" and self._controller is not None:
             self._controller.wait()
+        return bool(found)

@@ -34,5 +34,9 @@ class ServerError(DraftloopError):
     """An SGLang server did not start, died, or refused a request."""
 
 
+class BusyError(DraftloopError):
+    """A roll-out is under way."""
+
+
 class HookError(DraftloopError):
     """SGLang's code differs from what a plugin hook expects."""

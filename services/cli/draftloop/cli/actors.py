@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import signal
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -60,30 +62,34 @@ class LocalRay:
 class RaySession:
     """A context manager: the Ray cluster of a fleet. durable: it is another's and outlives this process.
 
-    An existing cluster is joined when RAY_ADDRESS names one (`ray job submit` sets it), else a local one is started.
-    namespace: where this run's actors are found again.
+    namespace: where this run's actors are found again.  address: of a cluster to join, None to start a local one.
     """
 
-    def __init__(self, namespace: str) -> None:
+    def __init__(self, namespace: str, address: str | None) -> None:
         self._namespace = namespace
-        self.durable = "RAY_ADDRESS" in os.environ
+        self._address = address
+        self.durable = address is not None
 
     def __enter__(self) -> RaySession:
-        if not self.durable:
+        if self._address is None:
             start_local_ray(self._namespace)
         else:
             try:
-                ray.init(namespace=self._namespace, log_to_driver=False, configure_logging=False)
+                ray.init(self._address, namespace=self._namespace, log_to_driver=False, configure_logging=False)
             except (ConnectionError, RuntimeError, ValueError) as err:
-                address = os.environ["RAY_ADDRESS"]
                 raise ServerError(
-                    f"no Ray cluster answers at RAY_ADDRESS={address}: start it, or unset the variable for a local one"
+                    f"no Ray cluster answers at {self._address}: start it, or unset RAY_ADDRESS for a local one"
                 ) from err
         signal.signal(signal.SIGTERM, _interrupt)
         return self
 
     def __exit__(self, *exception: object) -> None:
         ray.shutdown()
+
+
+def namespace_of(root: Path) -> str:
+    """Where the actors of the run in this folder are found. root: absolute."""
+    return f"draftloop-{hashlib.sha256(str(root).encode()).hexdigest()[:12]}"
 
 
 def start_local_ray(namespace: str | None) -> None:

@@ -9,21 +9,22 @@ stop         trainer, workers, router; nothing stays
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import shutil
+import os
 import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from draftloop.capture.privacy import load_redactor
-from draftloop.cli.actors import RaySession
+from draftloop.cli.actors import RaySession, namespace_of
+from draftloop.cli.new_drafter import first_of_run
 from draftloop.cli.run_folder import RunFolder, locked, open_run_folder
+from draftloop.cli.stop import with_heir
 from draftloop.core.config import Config, save_config
 from draftloop.core.errors import ServerError
 from draftloop.core.events import EventKind, EventLog
@@ -35,7 +36,6 @@ from draftloop.fleet.attached_fleet import AttachedFleet
 from draftloop.fleet.fleet import Fleet, require_free_ports
 from draftloop.fleet.router import RouterClient
 from draftloop.fleet.router_keeper import AttachedRouter, RouterKeeper
-from draftloop.generator.prompts import chat_tokens, load_prompts
 from draftloop.refresher.control import ControlServer
 from draftloop.refresher.controller import Controller, Paths, copy_checkpoint
 from draftloop.refresher.fleet_figures import FleetFigures
@@ -46,7 +46,6 @@ from draftloop.refresher.state import FleetState
 from draftloop.refresher.training import Training
 from draftloop.sglang.client import ServerClient
 from draftloop.sglang.target import resolve_target
-from draftloop.trainer.day0 import make_untrained
 
 QUIET = ("train_step", "progress")
 
@@ -73,57 +72,63 @@ class Journalist:
                 typer.echo(f"{time.strftime('%H:%M:%S')} {kind} {said}")
 
 
+@dataclass(frozen=True)
+class Errand:
+    """What a controller is for. folder: of an absolute path.  train: keep the drafter fresh.  router: URL of one to
+    attach to."""
+
+    config: Config
+    target: Path
+    folder: RunFolder
+    train: bool
+    router: str | None
+
+
 def run_fleet(config: Config, root: Path, train: bool, router: str | None) -> None:
-    """Run until Ctrl-C or SIGTERM. root: absolute.  train: keep the drafter fresh.  router: URL of one to attach to.
+    """Run until Ctrl-C, SIGTERM or `draftloop stop`. root, train, router: see `Errand`.
 
     Raises DraftloopError in one line; nothing is left running.
     """
     require_free_ports(config)
     # Each worker loads it, but only after minutes of start-up.
     load_redactor(config.privacy.redactor, config.privacy.redactor_options)
-    target = resolve_target(config.target.path).resolve()
     folder = RunFolder(root)
+    errand = Errand(config, resolve_target(config.target.path).resolve(), folder, train, router)
     if FleetState.load(root) is None:
         open_run_folder(root, resume=False)
-    with locked(folder):
+    with locked(folder) as lock:
         save_config(config, folder.config)
-        state = FleetState.load(root) or _first_state(config, target, folder, router)
+        state = FleetState.load(root) or _first_state(errand)
+        # `ray job submit` sets it.
+        state = state.model_copy(update={"ray_address": os.environ.get("RAY_ADDRESS")})
         state.save(root)
         exporter = Exporter(config.metrics)
         journal = Journalist(folder.events, exporter)
-        journal.emit("run_started", t_s=0.0, target=target.name, drafter=state.rollout.promoted)
-        with exporter, RaySession(f"draftloop-{hashlib.sha256(str(root).encode()).hexdigest()[:12]}") as session:
-            _control(config, target, folder, state, train, router, session.durable, journal, exporter)
+        journal.emit("run_started", t_s=0.0, target=errand.target.name, drafter=state.rollout.promoted)
+        with exporter, RaySession(namespace_of(root), state.ray_address) as session:
+            _control(errand, state, lock if session.durable else None, journal, exporter)
         journal.emit("run_finished", t_s=journal.now())
 
 
-def _control(
-    config: Config,
-    target: Path,
-    folder: RunFolder,
-    state: FleetState,
-    train: bool,
-    router: str | None,
-    durable: bool,
-    journal: Journalist,
-    exporter: Exporter,
-) -> None:
+def _control(errand: Errand, state: FleetState, lock: int | None, journal: Journalist, exporter: Exporter) -> None:
+    """lock: descriptor of the folder's, in a cluster that outlives this process; else None."""
+    config, target, folder = errand.config, errand.target, errand.folder
     paths = Paths(folder.root, folder.checkpoints)
+    durable, managed = lock is not None, errand.router is None
 
     def make_fleet(folder_of: Callable[[str], Path], blame: Any) -> Fleet:
-        if router is not None:
-            watched = AttachedRouter(router)
+        if errand.router is not None:
+            watched = AttachedRouter(errand.router)
             parts = (target, config, folder.root, folder_of, False, watched, journal.emit, blame, journal.now)
             return AttachedFleet(*parts)
         keeper = RouterKeeper(config.router, folder.root / "router.log", durable, journal.emit, journal.now)
         return Fleet(target, config, folder.root, folder_of, durable, keeper, journal.emit, blame, journal.now)
 
-    managed = router is None
     controller = Controller(
-        target, config, paths, state, make_fleet, journal.emit, journal.now, managed=managed, trained=train
+        target, config, paths, state, make_fleet, journal.emit, journal.now, managed=managed, trained=errand.train
     )
     training = None
-    if train:
+    if errand.train:
         training = Training(target, config, paths, controller, journal.emit, journal.now)
     fleet_config = config.fleet
     server = ControlServer(
@@ -135,6 +140,7 @@ def _control(
             "scale": lambda body: {"workers": controller.scale(int(body["workers"]))},
             "rollback": lambda body: {"version": controller.rollback(str(body["version"]))},
             "promote": lambda body: {"version": controller.promote(Path(body["checkpoint"]))},
+            "stop": lambda body: {"stopping": _interrupt_this()},
         },
     )
     meter = Meter(exporter)
@@ -149,9 +155,10 @@ def _control(
                 time.sleep(fleet_config.tick_s)
     finally:
         _ignore_signals()
-        if training is not None:
-            training.finish()
-        controller.fleet.stop()
+        with contextlib.nullcontext() if lock is None else with_heir(folder.root, lock):
+            if training is not None:
+                training.finish()
+            controller.fleet.stop()
 
 
 class Meter:
@@ -174,24 +181,27 @@ class Meter:
         self._exporter.observe(state, TrafficTotals(0, 0, int(self._tokens)), figures)
 
 
+def _interrupt_this() -> bool:
+    os.kill(os.getpid(), signal.SIGTERM)
+    return True
+
+
 def _ignore_signals() -> None:
     """The stop is under way; a second Ctrl-C must not leave half of it."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 
 
-def _first_state(config: Config, target: Path, folder: RunFolder, router: str | None) -> FleetState:
+def _first_state(errand: Errand) -> FleetState:
     """That of a fleet that begins with its first drafter."""
-    if router is not None:
-        version = _take_over(_born_with(router), target, folder)
+    config, target, folder = errand.config, errand.target, errand.folder
+    if errand.router is not None:
+        version = _take_over(_born_with(errand.router), target, folder)
     elif config.drafter.checkpoint is not None:
         version = _take_over(config.drafter.checkpoint, target, folder)
     else:
         version = "v0"
-        shutil.rmtree(folder.checkpoints / version, ignore_errors=True)  # half written before a crash
-        tokenize = chat_tokens(target)
-        streams = (tokenize(prompt.messages) for prompt in load_prompts(config.traffic.prompts))
-        make_untrained(target, config.drafter, streams, folder.checkpoints / version, version, config.seed)
+        first_of_run(config, target, folder.checkpoints / version)
     return FleetState(workers=config.fleet.workers, rollout=Rollout(promoted=version))
 
 

@@ -105,6 +105,41 @@ def attach(
     _fleet(config, override, out, train=True, router=router)
 
 
+@app.command("new-drafter")
+def new_drafter(
+    folder: Annotated[Path, typer.Argument(help="Where the checkpoint goes; its name is the version.")],
+    published: Annotated[
+        Path | None, typer.Option(help="EAGLE-3 or DFlash as published by others (also `speculators`).")
+    ] = None,
+    config: ConfigOption = None,
+    override: SetOption = None,
+) -> None:
+    """Make a drafter to begin with: untrained, or from one that others have published for the same target."""
+    with user_errors():
+        settings = load_config(config, override or [])
+        from draftloop.cli.new_drafter import from_published, untrained
+        from draftloop.sglang.target import resolve_target
+
+        target, place = resolve_target(settings.target.path).resolve(), folder.resolve()
+        made = untrained(settings, target, place) if published is None else from_published(published, target, place)
+    typer.echo(f"{folder}: {made.kind}, target layers {list(made.layer_ids)}")
+
+
+@app.command("server-command")
+def print_server_command(
+    drafter: Annotated[Path, typer.Option(help="The checkpoint folder that the server is born with.")],
+    reports: Annotated[Path, typer.Option(help="Folder for what the server says of its steps.")] = Path("runs/servers"),
+    config: ConfigOption = None,
+    override: SetOption = None,
+) -> None:
+    """Print the line that starts a server which `draftloop attach` can refresh."""
+    with user_errors():
+        settings = load_config(config, override or [])
+        from draftloop.cli.server_command import server_line
+
+        typer.echo(server_line(settings, drafter, reports))
+
+
 @app.command()
 def status(out: OutOption = FLEET_FOLDER, as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
     """Show the fleet: workers, versions, the roll-out, where the captured records are."""
@@ -115,6 +150,17 @@ def status(out: OutOption = FLEET_FOLDER, as_json: Annotated[bool, typer.Option(
     from draftloop.cli.fleet_view import show_status
 
     show_status(answer)
+
+
+@app.command()
+def stop(out: OutOption = FLEET_FOLDER, heir_of: Annotated[int | None, typer.Option(hidden=True)] = None) -> None:
+    """End a fleet: its controller, and the servers that a killed one left in a Ray cluster."""
+    with user_errors():
+        from draftloop.cli.stop import inherit, stop_fleet
+
+        root = out.resolve()
+        left = stop_fleet(root) if heir_of is None else inherit(root, heir_of)
+    typer.echo(f"stopped{', with what a killed controller had left: ' if left else ''}{', '.join(left)}")
 
 
 @app.command()

@@ -51,8 +51,11 @@ class RunFolder:
 
 
 @contextlib.contextmanager
-def locked(folder: RunFolder) -> Iterator[None]:
-    """One controller a folder. Raises DraftloopError when another has it; the kernel frees it when that one dies."""
+def locked(folder: RunFolder) -> Iterator[int]:
+    """One controller a folder; the lock's descriptor. Raises DraftloopError when another has it.
+
+    The kernel frees it when the last process with the descriptor dies.
+    """
     folder.root.mkdir(parents=True, exist_ok=True)
     with (folder.root / "controller.lock").open("w") as file:
         try:
@@ -61,7 +64,7 @@ def locked(folder: RunFolder) -> Iterator[None]:
             raise DraftloopError(
                 f"another controller runs in {folder.root}: see draftloop status, or choose another folder with --out"
             ) from None
-        yield
+        yield file.fileno()
 
 
 def open_run_folder(root: Path, resume: bool) -> RunFolder:

@@ -21,7 +21,15 @@ from ray.exceptions import RayActorError, RayError
 from draftloop.core.config import Config
 from draftloop.core.errors import DraftloopError, ServerError
 from draftloop.fleet.counters import WorkerSample
-from draftloop.fleet.member import ACTOR_PREFIX, Member, create_actor, new_member, resources
+from draftloop.fleet.member import (
+    ACTOR_PREFIX,
+    Member,
+    create_actor,
+    new_member,
+    remove_empty_rooms,
+    resources,
+    room_name,
+)
 from draftloop.fleet.plan import Action, Observed, WorkerView
 from draftloop.fleet.ray_errors import one_line
 from draftloop.fleet.router_keeper import AttachedRouter, RouterKeeper
@@ -84,13 +92,14 @@ class Fleet:
                 # The sample waits behind whatever the actor is doing.
                 member.begin("sample", member.handle.sample.remote())
                 (self._leaving.append(member) if name in self._members else self._members.update({name: member}))
+        remove_empty_rooms([member.actor_name for member in [*self._members.values(), *self._leaving]])
         self.router.adopt(router_port)
         return list(self._members)
 
     def _group_of(self, actor_name: str) -> Any:
         if not any(value > 0 for value in resources(self._config).values()):
             return None
-        return ray.util.get_placement_group(actor_name)
+        return ray.util.get_placement_group(room_name(actor_name))
 
     def observed(self) -> Observed:
         return Observed(time.monotonic(), self.views(), self.router.routed)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from draftloop.core.config import Config
@@ -84,10 +85,25 @@ def new_member(name: str, config: Config, version: str, durable: bool) -> Member
         member.begin("room", ray.put(True))
         return member
     member.group = placement_group(
-        [bundle], strategy="STRICT_PACK", name=member.actor_name, lifetime="detached" if durable else None
+        [bundle], strategy="STRICT_PACK", name=room_name(member.actor_name), lifetime="detached" if durable else None
     )
     member.begin("room", member.group.ready())
     return member
+
+
+def room_name(actor_name: str) -> str:
+    """Of the placement group that holds the actor. Groups of all runs are listed together."""
+    return f"{ray.get_runtime_context().namespace}.{actor_name}"
+
+
+def remove_empty_rooms(actor_names: Collection[str]) -> None:
+    """Give back this run's rooms, those of the actors named aside: a controller killed before it made an actor leaves
+    one, and nobody else would ever get it."""
+    rooms = [entry["name"] for entry in placement_group_table().values() if entry["state"] != "REMOVED"]
+    ours = {name for name in rooms if name.startswith(room_name(ACTOR_PREFIX))}
+    for name in sorted(ours - {room_name(name) for name in actor_names}):
+        with contextlib.suppress(RayError, ValueError):
+            remove_placement_group(ray.util.get_placement_group(name))
 
 
 def create_actor(member: Member, config: Config, durable: bool, *args: Any) -> None:

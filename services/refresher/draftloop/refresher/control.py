@@ -4,6 +4,7 @@
     POST /scale     {"workers": 4}
     POST /rollback  {"version": "v3"}
     POST /promote   {"checkpoint": "/path/to/folder"}
+    POST /stop      {}
 
 A refusal is {"error": one line} with status 400, 401, 404 or 409 (a roll-out is under way).
 """
@@ -23,8 +24,7 @@ from typing import Any
 
 import httpx
 
-from draftloop.core.errors import DraftloopError, ServerError
-from draftloop.refresher.controller import BusyError
+from draftloop.core.errors import BusyError, DraftloopError, ServerError
 
 CONTROL_FILE = "control.json"
 MOST_BODY_BYTES = 1 << 16

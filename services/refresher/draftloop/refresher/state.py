@@ -15,7 +15,8 @@ STATE_FILE = "state.json"
 
 
 class FleetState(BaseModel):
-    """router_port: clients know it; None before a router ran."""
+    """router_port: clients know it; None before a router ran.  ray_address: of the cluster that outlives a controller,
+    None when it is the controller's own."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -23,6 +24,7 @@ class FleetState(BaseModel):
     workers: int
     rollout: Rollout
     router_port: int | None = None
+    ray_address: str | None = None
 
     def save(self, folder: Path) -> None:
         """Replace the file at once: a reader finds the old state or the new one, also after a power cut."""

@@ -14,10 +14,10 @@ from ray.exceptions import RayError
 
 from draftloop.capture.privacy import PrivacyError
 from draftloop.core.config import Config
-from draftloop.core.errors import DraftloopError
+from draftloop.core.errors import BusyError, DraftloopError
 from draftloop.fleet.fleet import Emit
 from draftloop.fleet.ray_errors import one_line, plain_error
-from draftloop.refresher.controller import BusyError, Controller, Paths
+from draftloop.refresher.controller import Controller, Paths
 from draftloop.refresher.loop import LoopState, Refresher
 from draftloop.trainer.peers import trainer_gpus
 from draftloop.trainer.trainer import TrainerActor
@@ -103,11 +103,10 @@ class Training(threading.Thread):
         serving = self._paths.of(self._controller.promoted)
         actor = TrainerActor.options(num_cpus=0, num_gpus=trainer_gpus(self._config))
         self._trainer = actor.remote(self._target, serving, self._config, self._paths.root)
-        self._refresher = FleetRefresher(
-            self._controller, self._trainer, self._config, self._paths, self._emit, self._now
-        )
+        refresher = FleetRefresher(self._controller, self._trainer, self._config, self._paths, self._emit, self._now)
+        self._refresher = refresher
         while not self._finish.is_set():
-            self._refresher.turn()
+            refresher.turn()
 
     def finish(self) -> None:
         """End the trainer, which saves its state; return when the thread is done."""
@@ -122,15 +121,17 @@ class Training(threading.Thread):
         if self._trainer is not None:
             with contextlib.suppress(RayError, ValueError):
                 ray.kill(self._trainer)
-        self._trainer = None
+        self._trainer = self._refresher = None
 
     def state(self, serving: str) -> LoopState:
         """What the loop has done in this life of the trainer."""
-        return LoopState([serving]) if self._refresher is None else self._refresher.state
+        refresher = self._refresher
+        return LoopState([serving]) if refresher is None else refresher.state
 
     def status(self) -> dict[str, Any]:
-        """Plain JSON: steps, loss, and where the captured records are."""
-        if self._refresher is None:
+        """Plain JSON: steps, loss, and where the captured records are; nothing of the latter while no trainer lives."""
+        refresher = self._refresher
+        if refresher is None:
             return {"train_steps": 0, "loss": None, "accounting": {}}
-        state = self._refresher.state
+        state = refresher.state
         return {"train_steps": state.train_steps, "loss": state.loss, "accounting": asdict(state.buffer)}
