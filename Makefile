@@ -26,7 +26,8 @@ test: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy packages services
-	$(BIN)/pytest tests
+	$(BIN)/pytest -n 2 --dist loadfile tests/unit tests/serving tests/gpu
+	$(BIN)/pytest tests/loop
 
 lint: setup
 	$(BIN)/ruff check --fix .

@@ -152,9 +152,9 @@ def test_controller_trainer_and_router_killed(fleet: FleetRun, questions: list[Q
 
 
 def test_streams_live_through_swaps(fleet: FleetRun, questions: list[Question]) -> None:
-    report = swaps_under_load(fleet, questions, clients=64, seconds=30.0, swap_every_s=10.0)
+    report = swaps_under_load(fleet, questions, clients=64, seconds=60.0, swap_every_s=15.0)
     assert (report.failed_requests, report.wrong_outputs) == (0, 0)
-    assert report.swaps >= 2
+    assert report.swaps >= 3
     assert report.requests > 64
 
 

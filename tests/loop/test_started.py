@@ -28,7 +28,7 @@ from tiny_fleet import fleet_config
 from tiny_llama import TinyTarget
 from typer.testing import CliRunner
 
-from draftloop.capture.ring import RingReader
+from draftloop.capture.ring import RingWriter
 from draftloop.cli.main import app
 from draftloop.core.config import CapturePolicy, RouterConfig
 from draftloop.core.errors import ServerError
@@ -164,12 +164,12 @@ def version_of(server: str) -> str:
 
 
 def captures(server: str) -> bool:
-    reader = RingReader.attach(ring_of(server_behind(server)))
+    ring = RingWriter.attach(ring_of(server_behind(server)))  # a second reader would be refused
     try:
-        said = reader.control.read()
+        said = ring.control.read()
         return said is not None and CapturePolicy.model_validate_json(said[1]).sample_rate > 0
     finally:
-        reader.close()
+        ring.close()
 
 
 def test_attach_refreshes_servers_of_somebody_else(

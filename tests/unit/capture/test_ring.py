@@ -176,6 +176,11 @@ def test_a_new_name_takes_the_rings_of_dead_owners_along() -> None:
 def test_one_line_errors(owner: RingOwner) -> None:
     with pytest.raises(RingError, match="no capture ring named draftloop-absent"):
         RingReader.attach("draftloop-absent")
+    reader = RingReader.attach(owner.name)
+    with pytest.raises(RingError, match="something else reads"):
+        RingReader.attach(owner.name)
+    reader.close()
+    RingReader.attach(owner.name).close()
     with pytest.raises(RingError, match="exists already"):
         RingOwner.create(owner.name, 4096)
     with pytest.raises(RingError, match="does not fit in /dev/shm"):

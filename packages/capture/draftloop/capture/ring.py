@@ -19,6 +19,7 @@ message, so a message cut short by its death is read again.
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import uuid
@@ -243,10 +244,17 @@ class RingWriter(_Ring):
 
 
 class RingReader(_Ring):
-    """The consumer's end. One process, one thread."""
+    """The consumer's end. One process, one thread: a second one is refused, as each would get half the messages."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
+        self._lock = (_SHM_DIR / name).open("rb")
+        try:
+            # The kernel frees it when this process dies.
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise RingError(f"something else reads the capture ring {name}: stop the other draftloop first") from None
         # A consumer killed between its two stores leaves `read` one ahead of `tail`; the frames know the truth.
         words = self._words
         written, head = words[_WRITTEN], words[_HEAD]
@@ -254,8 +262,13 @@ class RingReader(_Ring):
 
     @classmethod
     def attach(cls, name: str) -> RingReader:
-        """Raises RingError when there is no such ring."""
+        """Raises RingError when there is no such ring, or it has a reader."""
         return cls(name)
+
+    def close(self) -> None:
+        """Unmap; the ring stays, for another reader."""
+        super().close()
+        self._lock.close()
 
     def read(self) -> bytes | None:
         """The next message, or None when there is none.

@@ -29,7 +29,7 @@ from draftloop.drafters.eagle3 import Eagle3Drafter
 from draftloop.drafters.eagle3_loss import TttObjective, TttSettings
 from draftloop.drafters.lessons import LessonSettings
 from draftloop.drafters.losses import Objective, Plan, Tally
-from draftloop.drafters.sharding import ShardedDrafter, laid_like, own_rows, whole
+from draftloop.drafters.spread import Spread
 from draftloop.drafters.target import FrozenTarget
 from draftloop.drafters.vocab import VocabMove, offsets_from_ids
 
@@ -86,6 +86,14 @@ def objective_of(
     raise TypeError(f"no objective trains a {type(drafter).__name__}")
 
 
+def _spread(drafter: Drafter, mesh: DeviceMesh | None) -> Spread:
+    if mesh is None:
+        return Spread()
+    from draftloop.drafters.sharding import Sharded
+
+    return Sharded(drafter, mesh)
+
+
 class OnlineTrainer:
     """Trains a drafter of any kind in place. `generator` is for the caller's draws (crops, record order), so that
     a resumed run draws what the unbroken one would have drawn. mesh: one dimension of processes that share each step
@@ -107,7 +115,7 @@ class OnlineTrainer:
         self.tokens_seen = 0
         self._seed = seed
         self._group = None if mesh is None else mesh.get_group()
-        self._sharded = None if mesh is None else ShardedDrafter(drafter, mesh)
+        self._spread = _spread(drafter, mesh)
         self._objective = objective_of(drafter, target, settings)
         self._parameters: dict[str, Tensor] = dict(drafter.named_parameters())
         self._average = {name: p.detach().clone() for name, p in self._parameters.items()}
@@ -162,15 +170,12 @@ class OnlineTrainer:
             for batch, plan in zip(batches, plans, strict=True):
                 parts.append(self._objective.backward(batch, plan, mass))
 
-        if self._sharded is None:
-            backward()
-        else:
-            self._sharded.accumulate(backward)
+        self._spread.accumulate(backward)
         return reduce(Tally.__add__, parts)
 
     def _clip(self) -> float:
         """Shorten the gradient to `clip_norm`; returns how long it was, over all processes."""
-        grads = [own_rows(p.grad) for p in self._parameters.values() if p.grad is not None]
+        grads = [self._spread.own_rows(p.grad) for p in self._parameters.values() if p.grad is not None]
         norm = self._over_all(torch.nn.utils.get_total_norm(grads).square()).sqrt()
         shorter = (self.settings.clip_norm / (norm + 1e-6)).clamp(max=1.0)
         for grad in grads:
@@ -180,7 +185,7 @@ class OnlineTrainer:
     def candidate_state_dict(self) -> dict[str, Tensor]:
         """A copy of the averaged weights, whole, under the names of the drafter's state dict."""
         state = self.drafter.state_dict() | self._average
-        return {name: whole(tensor).detach().clone() for name, tensor in state.items()}
+        return {name: self._spread.whole(tensor).detach().clone() for name, tensor in state.items()}
 
     @torch.no_grad()
     def change_vocabulary(self, move: VocabMove) -> None:
@@ -188,14 +193,14 @@ class OnlineTrainer:
         state; a new one starts from the target's row, as on day 0. EAGLE-3 only: raises TypeError for others."""
         if not isinstance(self.drafter, Eagle3Drafter):
             raise TypeError(f"a {type(self.drafter).__name__} has no draft vocabulary of its own")
-        head = self.drafter.lm_head.weight
+        head, spread = self.drafter.lm_head.weight, self._spread
         fresh = self.target.lm_head[move.ids].to(head.dtype)
         for rows in (head, self._average["lm_head.weight"]):
-            rows.copy_(laid_like(move.carry(whole(rows), fresh), rows))
+            rows.copy_(spread.laid_like(move.carry(spread.whole(rows), fresh), rows))
         for moment in self._optimizer.state[head].values():
             if moment.shape == head.shape:
-                rows = whole(moment)
-                moment.copy_(laid_like(move.carry(rows, torch.zeros_like(rows)), moment))
+                rows = spread.whole(moment)
+                moment.copy_(spread.laid_like(move.carry(rows, torch.zeros_like(rows)), moment))
         self.drafter.d2t.copy_(offsets_from_ids(move.ids, self.drafter.config.vocab_size))
         self._speak(move.ids)
 
@@ -217,7 +222,7 @@ class OnlineTrainer:
             state |= {f"{key}.{name}": tensor for key, tensor in self._optimizer.state[parameter].items()}
         state["generator"] = self.generator.get_state()
         state["progress"] = torch.tensor([self.steps_done, self.tokens_seen])
-        return {name: whole(tensor.detach()).cpu() for name, tensor in state.items()}
+        return {name: self._spread.whole(tensor.detach()).cpu() for name, tensor in state.items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -230,7 +235,7 @@ class OnlineTrainer:
                 raise CheckpointError(f"the training state has no {name} of shape {list(tensor.shape)}")
         before = self.drafter.draft_ids()
         for name, tensor in own.items():
-            tensor.copy_(laid_like(state[name].to(tensor.device), tensor))
+            tensor.copy_(self._spread.laid_like(state[name].to(tensor.device), tensor))
         if not torch.equal(self.drafter.draft_ids(), before):
             self._speak(self.drafter.draft_ids())
         for name, parameter in self._parameters.items():
@@ -245,7 +250,7 @@ class OnlineTrainer:
     def _of_optimizer(self, saved: Tensor, parameter: Tensor) -> Tensor:
         """A copy; what is shaped like the parameter lies like it."""
         saved = saved.to(parameter.device, copy=True)
-        return laid_like(saved, parameter) if saved.shape == parameter.shape else saved
+        return self._spread.laid_like(saved, parameter) if saved.shape == parameter.shape else saved
 
     def _update(self, rate: float, tokens: int) -> None:
         self._optimizer.param_groups[0]["lr"] = rate

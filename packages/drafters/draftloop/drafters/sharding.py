@@ -20,9 +20,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from draftloop.drafters.drafter import Drafter
+from draftloop.drafters.spread import Spread
 
 
-class ShardedDrafter:
+class Sharded(Spread):
     """Shards `drafter` in place over the mesh's one dimension: its parameters are DTensors from now on."""
 
     def __init__(self, drafter: Drafter, mesh: DeviceMesh) -> None:
@@ -35,10 +36,19 @@ class ShardedDrafter:
         sharded.set_reduce_scatter_unused_params(True)
 
     def accumulate(self, backward: Callable[[], None]) -> None:
-        """Run `backward`, which adds to the gradients of plain weights as often as it likes; then sum and scatter
-        them. Every process must call."""
         ticket = torch.zeros((), requires_grad=True)
         self._step(ticket, backward).backward()
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def own_rows(self, tensor: Tensor) -> Tensor:
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    def laid_like(self, full: Tensor, like: Tensor) -> Tensor:
+        if not isinstance(like, DTensor):
+            return full
+        return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
 
 
 class _Step(nn.Module):
@@ -52,20 +62,3 @@ class _Step(nn.Module):
     def forward(self, ticket: Tensor, backward: Callable[[], None]) -> Tensor:
         backward()
         return ticket.clone()
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """All rows of a tensor that may be sharded; then every process of its mesh must ask."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def own_rows(tensor: Tensor) -> Tensor:
-    """Those that this process holds, in place."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def laid_like(full: Tensor, like: Tensor) -> Tensor:
-    """A tensor that every process holds whole, as `like` lies: of a sharded one, each process keeps its own rows."""
-    if not isinstance(like, DTensor):
-        return full
-    return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)

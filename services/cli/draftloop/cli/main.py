@@ -16,6 +16,7 @@ from draftloop.cli.run_folder import open_run_folder
 from draftloop.core.config import Config, dump_config, load_config, save_config
 from draftloop.core.errors import USER_ERROR_EXIT_CODE
 from draftloop.core.summary import write_atomic
+from draftloop.generator.prompts import load_prompts
 
 INTERRUPTED_EXIT_CODE = 130
 
@@ -266,6 +267,7 @@ def _ask(out: Path, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
 def _demo(config: Config, out: Path, resume: bool) -> Path:
     folder = open_run_folder(out, resume)
     save_config(config, folder.config)
+    load_prompts(config.traffic.prompts)
     # Imported late: torch and Ray take seconds that bad input should not cost.
     from draftloop.cli.demo import run_demo
 

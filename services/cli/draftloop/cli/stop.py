@@ -7,6 +7,7 @@ an heir first, a process that waits for its death and does what was left undone.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -31,19 +32,25 @@ def stop_fleet(root: Path) -> list[str]:
     Raises ServerError when no fleet has run there, DraftloopError when its controller does not end.
     """
     _state(root)
-    try:
+    with contextlib.suppress(ServerError):  # none runs
         call_controller(root, "stop", {})
-    except ServerError:  # none runs
-        (root / CONTROL_FILE).unlink(missing_ok=True)
+    with contextlib.ExitStack() as held:
+        _wait_for_lock(held, RunFolder(root))
+        (root / CONTROL_FILE).unlink(missing_ok=True)  # a killed one's
+        return _end_what_is_left(root)
+
+
+def _wait_for_lock(held: contextlib.ExitStack, folder: RunFolder) -> None:
     deadline = time.monotonic() + ENDS_WITHIN_S
     while True:
         try:
-            with locked(RunFolder(root)):
-                return _end_what_is_left(root)
+            held.enter_context(locked(folder))
         except DraftloopError:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.3)
+        else:
+            return
 
 
 def inherit(root: Path, controller: int) -> list[str]:
