@@ -25,14 +25,14 @@ demo: setup
 test: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy packages services
+	$(BIN)/mypy packages services tests/support tests/bench
 	$(BIN)/pytest -n 2 --dist loadfile tests/unit tests/serving tests/gpu
 	$(BIN)/pytest tests/loop
 
 lint: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/mypy packages services
+	$(BIN)/mypy packages services tests/support tests/bench
 
 lock:
 	@sh tools/setup.sh lock

@@ -103,7 +103,7 @@ def transformers_speed(model: PreTrainedModel, prompt: Sequence[int]) -> float:
     out = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False
     )
-    return (out.shape[1] - len(prompt)) / (time.perf_counter() - start)
+    return (int(out.shape[1]) - len(prompt)) / (time.perf_counter() - start)
 
 
 def measure(rounds: int, threads: int) -> dict[str, float]:

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from smollm2_records import answered_prompts
 
-from draftloop.capture.record_file import read_records, write_records
+from draftloop.capture.record_file import TimedRecord, read_records, write_records
 from draftloop.core.config import Config, load_config
 from draftloop.core.records import CaptureRecord
 from draftloop.drafters.checkpoint import load_any
@@ -106,7 +106,7 @@ class Replay:
                 seen, drafter_version=f"v{self.version}", verify_steps=verify_steps, emitted=score.positions
             )
             for drift in self.monitor.add(live):
-                what = drift.signal
+                what: str = drift.signal
                 self.budget.drift()
                 if drift.action == "rebuild_vocabulary" and (change := self.trainer.rebuild_vocabulary()):
                     self.monitor.new_vocabulary()
@@ -230,12 +230,11 @@ def main() -> None:
     arguments = parser.parse_args()
     began = time.monotonic()
     if arguments.records is not None and arguments.records.exists():
-        records = [record for record, _ in read_records(arguments.records)[0]]
+        records = [timed.record for timed in read_records(arguments.records)]
     else:
         records = list(answered_prompts(MAX_NEW_TOKENS, MAX_PROMPT))
         if arguments.records is not None:
-            counts = {"captured": len(records), "expired": 0}
-            write_records(arguments.records, [(record, False) for record in records], counts)
+            write_records(arguments.records, [TimedRecord(record, 0.0, held_out=False) for record in records])
     print(f"{len(records)} requests answered in {time.monotonic() - began:.0f} s", flush=True)
     outcome = run(load_config(None, [*SETTINGS, *arguments.overrides]), records, arguments.steps)
     if arguments.figure is not None:

@@ -14,6 +14,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.ticker import MaxNLocator
 
 # Stage of the whole data -> prefix of the stages on a part of it.
 PARTS = {"EAGLE-3": "eagle3", "EAGLE-3, without training-time test": "no-ttt", "EAGLE-1": "eagle1"}
@@ -28,7 +29,7 @@ def draw_figures(found: dict[str, Any], out: Path) -> None:
             values = [v for v in found[name]["chain"]["positions"] if v is not None]
             axes.plot(range(1, len(values) + 1), values, marker="o", label=name)
     axes.set(xlabel="position of the draft in a chain", ylabel="accepted, given the earlier ones", ylim=(0, 1))
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(fontsize=8)
     figure.savefig(out / "positions.png", dpi=100)
     figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")

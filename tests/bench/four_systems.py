@@ -137,7 +137,7 @@ class Bench:
         return self.small if isinstance(drafter, Eagle3Drafter) else self.whole
 
     def steps_of(self, answers: Sequence[Any]) -> int:
-        return max(1, self.args.epochs * len(answers) // self.args.batch)
+        return max(1, int(self.args.epochs) * len(answers) // int(self.args.batch))
 
     def settings(self, answers: Sequence[Any], ttt_steps: int = DEPTH, block: int = 16) -> OnlineSettings:
         steps = self.steps_of(answers)
@@ -300,9 +300,12 @@ def plain_speed(bench: Bench) -> dict[str, float]:
 def growth(bench: Bench, kind: str, part: int) -> dict[str, Any]:
     """Held-out accepted length of a chain after as many passes over a part of the answers."""
     answers = bench.train[: max(1, len(bench.train) // part)]
-    drafter = {"eagle3": bench.eagle3, "no-ttt": partial(bench.eagle3, ttt_steps=1), "eagle1": bench.eagle1}[kind](
-        answers
-    )
+    makers: dict[str, Callable[[Sequence[Answer]], Drafter]] = {
+        "eagle3": bench.eagle3,
+        "no-ttt": partial(bench.eagle3, ttt_steps=1),
+        "eagle1": bench.eagle1,
+    }
+    drafter = makers[kind](answers)
     return {"tokens": sum(len(a.tokens) - a.prompt_len for a in answers), "chain": bench.chain(drafter)}
 
 

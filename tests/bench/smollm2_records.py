@@ -6,6 +6,7 @@ The states are those of a plain forward, which is what the tap captures (tests/s
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,7 +48,7 @@ def _until_end(answer: Sequence[int], end: int) -> Sequence[int]:
 
 
 def _record(
-    model: torch.nn.Module, layers: Sequence[int], request_id: str, domain: str, prompt_len: int, whole: list[int]
+    model: Any, layers: Sequence[int], request_id: str, domain: str, prompt_len: int, whole: list[int]
 ) -> CaptureRecord:
     out = model.model(torch.tensor([whole]), output_hidden_states=True)
     # hidden_states[i + 1] is the output of layer i; the last one has gone through the final norm.

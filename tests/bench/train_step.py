@@ -336,12 +336,12 @@ def shares(case: dict[str, Any]) -> dict[str, float]:
         "attention": lambda: prefix_attention(query, first, visible, key, value)[0].sum(),
         "mlp": lambda: mlp(x).sum(),
     }
-    seconds = {}
+    seconds: dict[str, float] = {}
     for name, forward in parts.items():
         times = []
         for _ in range(3):
             begin = now()
-            forward().backward()
+            forward().backward()  # type: ignore[no-untyped-call]
             times.append((now() - begin) / case["threads"])
         seconds[name] = min(times) * TTT_STEPS
     return seconds
@@ -376,7 +376,7 @@ def dflash_gflop(hidden: int, length: int, anchors: int) -> float:
     layer = hidden * (64 * (heads + 2 * kv) + 64 * heads + 3 * mlp)
     context = length * 5 * hidden * (2 * hidden + 3 * 2 * 64 * kv)
     head = anchors * (BLOCK - 1) * VOCAB * hidden * 2
-    return 2 * (3 * 5 * layer * anchors * BLOCK + context + head) / 1e9
+    return float(2 * (3 * 5 * layer * anchors * BLOCK + context + head) / 1e9)
 
 
 def eagle3_gflop(hidden: int, length: float, draft_vocab: int) -> float:
@@ -386,7 +386,7 @@ def eagle3_gflop(hidden: int, length: float, draft_vocab: int) -> float:
     row = hidden * (64 * (heads + 2 * kv) + 64 * heads + 3 * mlp + draft_vocab) * 2
     attention = 2 * 2 * heads * 64 * length / 2
     extra = 2 * hidden * (3 * hidden + 64 * (heads + 2 * kv)) + 2 * hidden * draft_vocab / 3
-    return 3 * length * (TTT_STEPS * (row + attention) + extra) / 1e9
+    return float(3 * length * (TTT_STEPS * (row + attention) + extra) / 1e9)
 
 
 # --- the table ---------------------------------------------------------------------------------------------------
@@ -412,7 +412,8 @@ class Contestant:
         self._process = subprocess.Popen(
             command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True
         )
-        self.name, self.seconds, self.mib, self.loss = who, [], 0.0, 0.0
+        self.name, self.mib, self.loss = who, 0.0, 0.0
+        self.seconds: list[float] = []
 
     def answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None

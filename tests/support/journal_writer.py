@@ -12,12 +12,13 @@ import os
 import random
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from records import make_record
 
 from draftloop.capture.buffer import ReplayBuffer
-from draftloop.capture.journal import Journal
+from draftloop.capture.journal import Journal, Kept
 from draftloop.core.records import CaptureRecord
 
 SOURCE = "worker"
@@ -29,6 +30,10 @@ def delivery(sequence: int) -> list[CaptureRecord]:
         replace(make_record(sequence, "ab"[i % 2], tokens=5 + sequence % 7), request_id=f"{sequence}-{i}")
         for i in range(3)
     ]
+
+
+def came_at(time: float, kept: Kept) -> bool:
+    return kept.time == time
 
 
 def say(word: str, step: str) -> None:
@@ -48,7 +53,7 @@ def main() -> None:
         elif step == "train":
             buffer.mark_trained([kept for kept in buffer.entries if kept.time == of])
         else:
-            buffer.delete(lambda kept, of=of: kept.time == of)
+            buffer.delete(partial(came_at, float(of)))
         say("ack", f"{step} {of}")
 
 

@@ -147,7 +147,7 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     syllables = [first + second for first in "bdfgklmnprst" for second in ("a", "e", "i", "o", "u", "an", "er", "ol")]
     words = [a + b for a in syllables for b in syllables[::7]]
-    trainer = trainers.BpeTrainer(
+    trainer = trainers.BpeTrainer(  # type: ignore[no-untyped-call]
         vocab_size=VOCAB,
         special_tokens=["<|start|>", END, "<|unused|>"],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
