@@ -26,7 +26,7 @@ test: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy packages services tests/support tests/bench
-	$(BIN)/pytest -n 2 --dist loadfile tests/unit tests/serving tests/gpu
+	$(BIN)/pytest -n 2 --dist loadfile tests/unit tests/serving tests/cluster tests/gpu
 	$(BIN)/pytest tests/loop
 
 lint: setup

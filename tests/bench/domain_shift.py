@@ -114,9 +114,8 @@ class Replay:
                     what += f"{change.coverage_after:.3f})"
                 print(f"  request {at}: drift in {what}: {drift.before:.3f} -> {drift.now:.3f}", flush=True)
                 self.outcome.drifts.append(Mark(at, drift.signal))
-        for _ in range(steps * len(block) if self.budget.spending else 0):
-            # A slice so short ends after one step.
-            self.trainer.train(1e-6)
+        if self.budget.spending:
+            self.trainer.train_steps(steps * len(block))
 
     def gate(self, at: int) -> None:
         comparison = self.trainer.compare() if self.budget.spending else None

@@ -20,10 +20,12 @@ from typing import Any
 
 import psutil
 import pytest
+import ray
 import yaml
 from clients import Clients, Question, clear_questions
 from fleet_run import FleetRun, RayCluster
 from processes import marked, new_mark, shared_memory
+from ray.util.placement_group import placement_group_table
 from tiny_fleet import fleet_config
 from tiny_llama import TinyTarget
 from typer.testing import CliRunner
@@ -57,7 +59,7 @@ def questions(target: TinyTarget) -> list[Question]:
 
 @pytest.fixture(scope="module")
 def config(target: TinyTarget, scratch: Path) -> dict[str, Any]:
-    return fleet_config(target, scratch, fleet={"workers": 1, "backoff_s": 0.5, "health_timeout_s": 120})
+    return fleet_config(target, scratch, fleet={"workers": 1, "cpus_per_worker": 0.5})
 
 
 def answers(run: FleetRun, questions: list[Question]) -> None:
@@ -238,6 +240,19 @@ class JobRun(FleetRun):
         self._ray_job("stop", "--no-wait", "fleet")
         return 0
 
+    def left_in_cluster(self) -> list[str]:
+        """Named actors, and reserved rooms."""
+        assert self._cluster is not None
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RAY_AUTH_MODE", "disabled")
+            ray.init(self._cluster.address, log_to_driver=False)
+        try:
+            rooms = [group["name"] for group in placement_group_table().values() if group["state"] != "REMOVED"]
+            ours = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
+            return rooms + [name for name in ours if "ray_internal" not in name]
+        finally:
+            ray.shutdown()
+
     def said(self) -> str:
         return self._ray_job("logs", "fleet")[-4000:]
 
@@ -261,3 +276,4 @@ def test_a_ray_job_ends_whole_also_when_ray_does_not_wait(
         while run.processes("heir"):
             time.sleep(0.1)
         assert "router" in (run.folder / "heir.log").read_text(), "it was the heir that ended them"
+        assert run.left_in_cluster() == []

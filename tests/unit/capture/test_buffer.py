@@ -140,6 +140,23 @@ def test_replay_share_is_kept_while_there_is_enough_of_both() -> None:
     assert len(buffer.sample(200)) == 20, "without new records the batch is replayed ones"
 
 
+@given(tokens=st.integers(1, 60), batch=st.integers(1, 100), share=st.floats(0.0, 0.9), seed=st.integers(0, 9))
+def test_every_record_is_trained_on_however_long_it_is(tokens: int, batch: int, share: float, seed: int) -> None:
+    """A batch that one replayed record fills must not be the rule: the first record would be the only one ever."""
+    buffer = ReplayBuffer(1 << 20, 1.0, 0.1, share, seed)
+    buffer.add([make_record(i, tokens=tokens) for i in range(60)])
+    kept, drawn, replayed = len(buffer.entries), 0, 0
+    while buffer.counts.pending:
+        chosen = buffer.sample(batch)
+        drawn += len(chosen)
+        replayed += sum(one.trained for one in chosen)
+        buffer.mark_trained(chosen)
+        assert drawn - replayed <= kept
+        # Batches of many records end with replayed ones once no other is left.
+        most = share / (1.0 - share) * (drawn - replayed) + 1.0 / (1.0 - share) + batch / tokens + 1
+        assert replayed <= most
+
+
 def test_a_delivery_that_came_before_is_passed_over() -> None:
     buffer = ReplayBuffer(1 << 20, 1.0, 0.1, 0.5, seed=0)
     for sequence in (1, 2, 2, 1, 3):

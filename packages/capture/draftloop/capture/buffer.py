@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -87,7 +87,7 @@ class ReplayBuffer:
 
     max_bytes: both sides together; the held-out side has `holdout_fraction` of it.
     domain_quota: largest share of a side that one domain keeps when other domains need room.
-    replay_share: of a batch's tokens, for records that were trained on before.
+    replay_share: of the sampled tokens, for records that were trained on before, while there are others.
     journal: keeps records and books on disk, and gives back what an earlier buffer left there; a smaller buffer than
     that keeps what fits, and the rest expires.  None: in memory only.
     """
@@ -107,6 +107,7 @@ class ReplayBuffer:
         self._training = _Side(max_bytes - held_out_bytes, domain_quota)
         self._held_out = _Side(held_out_bytes, domain_quota)
         self._rng = np.random.default_rng(seed)
+        self._replay_owed = 0.0
         self._journal = journal
         self._ledger = Ledger() if journal is None else journal.ledger
         if journal is not None:
@@ -131,12 +132,13 @@ class ReplayBuffer:
 
     @property
     def draws(self) -> dict[str, Any]:
-        """The random state, plain JSON; set it to draw what another buffer would have drawn."""
-        return dict(self._rng.bit_generator.state)
+        """What decides the next draws, plain JSON; set it to draw what another buffer would have drawn."""
+        return {"generator": dict(self._rng.bit_generator.state), "replay_owed": self._replay_owed}
 
     @draws.setter
     def draws(self, state: dict[str, Any]) -> None:
-        self._rng.bit_generator.state = state
+        self._rng.bit_generator.state = state["generator"]
+        self._replay_owed = state["replay_owed"]
 
     def has(self, source: str, sequence: int) -> bool:
         """Whether this delivery came before."""
@@ -206,29 +208,35 @@ class ReplayBuffer:
     def sample(self, num_tokens: int) -> list[Kept]:
         """Training records, recent ones more often, no record twice, until `num_tokens` are reached or all are in.
 
-        The last record may go beyond `num_tokens`. Empty when nothing was captured.
+        The last record may go beyond `num_tokens`. Empty when nothing was captured. The replay share holds over many
+        draws, whatever the records' lengths: one long record may fill a batch, and the next ones make up for it.
         """
         replayed = self._by_luck([kept for kept in self._training.records if kept.trained])
         pending = self._by_luck([kept for kept in self._training.records if not kept.trained])
         chosen: list[Kept] = []
         tokens = 0
-        for queue, until in (
-            (replayed, self._replay_share * num_tokens),
-            (pending, num_tokens),
-            (replayed, num_tokens),
-        ):
-            while tokens < until and (kept := next(queue, None)) is not None:
-                chosen.append(kept)
-                tokens += kept.record.num_tokens
+        while tokens < num_tokens and (replayed or pending):
+            kept = self._next_of(replayed, pending)
+            chosen.append(kept)
+            tokens += kept.record.num_tokens
         return chosen
 
-    def _by_luck(self, records: list[Kept]) -> Iterator[Kept]:
+    def _next_of(self, replayed: deque[Kept], pending: deque[Kept]) -> Kept:
+        """From the side that is behind its share; without a choice nothing is owed."""
+        if not (replayed and pending):
+            return (replayed or pending).popleft()
+        replays = self._replay_owed > 0.0
+        kept = (replayed if replays else pending).popleft()
+        self._replay_owed += (self._replay_share - replays) * kept.record.num_tokens
+        return kept
+
+    def _by_luck(self, records: list[Kept]) -> deque[Kept]:
         """All of them in a random order, recent ones tending to the front."""
         count = len(records)
         # Gumbel top-k: sorting log-weight + Gumbel noise draws without replacement, in proportion to the weights.
         log_weights = np.linspace(-np.log(_RECENCY_RATIO), 0.0, count) if count > 1 else np.zeros(count)
         order = np.argsort(-(log_weights + self._rng.gumbel(size=count)))
-        return iter([records[int(index)] for index in order])
+        return deque(records[int(index)] for index in order)
 
     def mark_trained(self, records: Sequence[Kept]) -> None:
         """These were used in an optimiser step. Raises JournalError when that cannot be kept."""

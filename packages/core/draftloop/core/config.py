@@ -93,7 +93,7 @@ class CaptureConfig(CapturePolicy):
     buffer_mib: int = Field(1024, ge=1)
     holdout_fraction: float = Field(0.1, gt=0.0, lt=0.5, description="records kept for the gate, never trained on")
     domain_quota: float = Field(0.7, gt=0.0, le=1.0, description="largest share of the buffer one domain may hold")
-    replay_share: float = Field(0.5, ge=0.0, le=1.0, description="of a batch: records it was trained on before")
+    replay_share: float = Field(0.5, ge=0.0, le=1.0, description="of what is trained on: records of earlier batches")
 
     @property
     def policy(self) -> CapturePolicy:

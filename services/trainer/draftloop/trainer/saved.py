@@ -27,11 +27,11 @@ TRAINING_FILE = "training.safetensors"
 class Facts(BaseModel):
     """drafters: hashes of the weights beside which training may go on: the drafter in service, and the last candidate.
     lineage: of the drafter in training.  taught: hashes of the subjects it learnt from.  used: ids of the records that
-    the lineage counts.  draws: the replay buffer's random state."""
+    the lineage counts.  draws: what decides the replay buffer's draws."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    format: Literal[1] = 1
+    format: Literal[2] = 2
     drafters: tuple[str, ...]
     lineage: Lineage
     taught: tuple[int, ...]
