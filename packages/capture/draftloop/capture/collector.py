@@ -58,7 +58,7 @@ class Collector:
         self._reader.control.publish(policy.model_dump_json().encode())
         with self._lock:
             self._policy = policy
-            waiting = [record for record in self._waiting if wants(policy, Labels(record.tenant, record.domain))]
+            waiting = [record for record in self._waiting if self._wanted(record)]
             self._withdrawn += len(self._waiting) - len(waiting)
             self._waiting = deque(waiting)
             self._waiting_bytes = sum(record.nbytes for record in waiting)
@@ -112,10 +112,13 @@ class Collector:
                 self._damaged += 1
         return True
 
+    def _wanted(self, record: CaptureRecord) -> bool:
+        return wants(self._policy, Labels(record.tenant, record.domain))
+
     def _keep(self, records: list[CaptureRecord]) -> None:
         with self._lock:
             for record in records:
-                if not wants(self._policy, Labels(record.tenant, record.domain)):
+                if not self._wanted(record):
                     self._withdrawn += 1
                     continue
                 if self._waiting_bytes + record.nbytes > self._max_bytes:

@@ -110,9 +110,13 @@ def load_drafter(folder: Path) -> tuple[Eagle3Drafter, Manifest]:
     return drafter, manifest
 
 
-def verify_checkpoint(folder: Path, target: TargetIdentity, layer_ids: Iterable[int]) -> Manifest:
-    """Make every check of `load_any`, and that the drafter fits this target and server."""
-    check_fits(Manifest.load(folder), target, layer_ids)
+def verify_checkpoint(folder: Path, target: TargetIdentity, layer_ids: Iterable[int] | None = None) -> Manifest:
+    """Make every check of `load_any`, and that the drafter fits this target and server.
+
+    layer_ids: what the server captures; None when it starts with this drafter, and so captures the drafter's own.
+    """
+    manifest = Manifest.load(folder)
+    check_fits(manifest, target, manifest.layer_ids if layer_ids is None else layer_ids)
     return _read_checked(folder)[2]
 
 

@@ -60,7 +60,7 @@ class LocalRay:
 
 
 class RaySession:
-    """A context manager: the Ray cluster of a fleet. durable: it is another's and outlives this process.
+    """A context manager: the Ray cluster of a fleet.
 
     namespace: where this run's actors are found again.  address: of a cluster to join, None to start a local one.
     """
@@ -68,7 +68,6 @@ class RaySession:
     def __init__(self, namespace: str, address: str | None) -> None:
         self._namespace = namespace
         self._address = address
-        self.durable = address is not None
 
     def __enter__(self) -> RaySession:
         if self._address is None:

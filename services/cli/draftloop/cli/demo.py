@@ -37,7 +37,6 @@ from draftloop.cli.run_folder import RunFolder
 from draftloop.core.config import Config
 from draftloop.core.errors import DraftloopError
 from draftloop.core.events import EventLog
-from draftloop.core.manifest import Manifest
 from draftloop.core.summary import CaptureOverhead, RunStatus
 from draftloop.drafters.checkpoint import verify_checkpoint
 from draftloop.drafters.target import target_identity
@@ -159,7 +158,7 @@ class DemoRun:
             make_untrained(target, config.drafter, streams, drafter, "v0", config.seed)
         # All would be found later, but after Ray's start.
         load_redactor(config.privacy.redactor, config.privacy.redactor_options)
-        version = verify_checkpoint(drafter, target_identity(target), Manifest.load(drafter).layer_ids).version
+        version = verify_checkpoint(drafter, target_identity(target)).version
         free_port(config.server.host, config.server.port)
         self._started = time.monotonic()
         self.emit("run_started", t_s=0.0, target=target.name, drafter=version, heldout=len(held_out))

@@ -28,7 +28,6 @@ from draftloop.cli.stop import with_heir
 from draftloop.core.config import Config, save_config
 from draftloop.core.errors import ServerError
 from draftloop.core.events import EventKind, EventLog
-from draftloop.core.manifest import Manifest
 from draftloop.drafters.checkpoint import verify_checkpoint
 from draftloop.drafters.target import target_identity
 from draftloop.fleet.attached import drafter_of
@@ -105,16 +104,17 @@ def run_fleet(config: Config, root: Path, train: bool, router: str | None) -> No
         exporter = Exporter(config.metrics)
         journal = Journalist(folder.events, exporter)
         journal.emit("run_started", t_s=0.0, target=errand.target.name, drafter=state.rollout.promoted)
-        with exporter, RaySession(namespace_of(root), state.ray_address) as session:
-            _control(errand, state, lock if session.durable else None, journal, exporter)
+        with exporter, RaySession(namespace_of(root), state.ray_address):
+            _control(errand, state, lock, journal, exporter)
         journal.emit("run_finished", t_s=journal.now())
 
 
-def _control(errand: Errand, state: FleetState, lock: int | None, journal: Journalist, exporter: Exporter) -> None:
-    """lock: descriptor of the folder's, in a cluster that outlives this process; else None."""
+def _control(errand: Errand, state: FleetState, lock: int, journal: Journalist, exporter: Exporter) -> None:
+    """lock: descriptor of the folder's."""
     config, target, folder = errand.config, errand.target, errand.folder
     paths = Paths(folder.root, folder.checkpoints)
-    durable, managed = lock is not None, errand.router is None
+    # A cluster of this process ends with it; another one outlives it, and so may the actors.
+    durable, managed = state.ray_address is not None, errand.router is None
 
     def make_fleet(folder_of: Callable[[str], Path], blame: Any) -> Fleet:
         if errand.router is not None:
@@ -155,7 +155,7 @@ def _control(errand: Errand, state: FleetState, lock: int | None, journal: Journ
                 time.sleep(fleet_config.tick_s)
     finally:
         _ignore_signals()
-        with contextlib.nullcontext() if lock is None else with_heir(folder.root, lock):
+        with with_heir(folder.root, lock) if durable else contextlib.nullcontext():
             if training is not None:
                 training.finish()
             controller.fleet.stop()
@@ -207,7 +207,7 @@ def _first_state(errand: Errand) -> FleetState:
 
 def _take_over(drafter: Path, target: Path, folder: RunFolder) -> str:
     """Copy a checkpoint into the run folder, where every version stays restorable."""
-    manifest = verify_checkpoint(drafter, target_identity(target), Manifest.load(drafter).layer_ids)
+    manifest = verify_checkpoint(drafter, target_identity(target))
     if not (folder.checkpoints / manifest.version).exists():
         copy_checkpoint(drafter, folder.checkpoints / manifest.version)
     return manifest.version

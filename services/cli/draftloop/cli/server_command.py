@@ -7,7 +7,6 @@ import shlex
 from pathlib import Path
 
 from draftloop.core.config import Config
-from draftloop.core.manifest import Manifest
 from draftloop.drafters.checkpoint import verify_checkpoint
 from draftloop.drafters.target import target_identity
 from draftloop.sglang.server import Speculation, free_port, load_settings, server_command, server_environment
@@ -22,7 +21,7 @@ def server_line(config: Config, drafter: Path, reports: Path) -> str:
     Raises ManifestError or CheckpointError when the drafter does not fit the target, ServerError for a taken port.
     """
     target = resolve_target(config.target.path).resolve()
-    manifest = verify_checkpoint(drafter, target_identity(target), Manifest.load(drafter).layer_ids)
+    manifest = verify_checkpoint(drafter, target_identity(target))
     speculation = Speculation(drafter.resolve(), manifest.version, manifest.kind)
     port = free_port(config.server.host, config.server.port)
     capture = config.capture

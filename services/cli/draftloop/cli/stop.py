@@ -31,13 +31,13 @@ def stop_fleet(root: Path) -> list[str]:
 
     Raises ServerError when no fleet has run there, DraftloopError when its controller does not end.
     """
-    _state(root)
+    address = _ray_address(root)
     with contextlib.suppress(ServerError):  # none runs
         call_controller(root, "stop", {})
     with contextlib.ExitStack() as held:
         _wait_for_lock(held, RunFolder(root))
         (root / CONTROL_FILE).unlink(missing_ok=True)  # a killed one's
-        return _end_what_is_left(root)
+        return _end_what_is_left(root, address)
 
 
 def _wait_for_lock(held: contextlib.ExitStack, folder: RunFolder) -> None:
@@ -56,11 +56,10 @@ def _wait_for_lock(held: contextlib.ExitStack, folder: RunFolder) -> None:
 def inherit(root: Path, controller: int) -> list[str]:
     """As the heir of the process `controller`, whose lock of the folder is held on here: wait for its death."""
     psutil.wait_procs([psutil.Process(controller)] if psutil.pid_exists(controller) else [])
-    return _end_what_is_left(root)
+    return _end_what_is_left(root, _ray_address(root))
 
 
-def _end_what_is_left(root: Path) -> list[str]:
-    address = _state(root).ray_address
+def _end_what_is_left(root: Path, address: str | None) -> list[str]:
     if address is None:  # a local cluster has died with its controller
         return []
     # Imported late: an heir is seldom needed, and its seconds of imports would be taken from the stop it waits for.
@@ -71,11 +70,11 @@ def _end_what_is_left(root: Path) -> list[str]:
         return end_leftovers()
 
 
-def _state(root: Path) -> FleetState:
+def _ray_address(root: Path) -> str | None:
     state = FleetState.load(root)
     if state is None:
         raise ServerError(f"no fleet has run in {root}: name its folder with --out")
-    return state
+    return state.ray_address
 
 
 @contextmanager

@@ -82,8 +82,7 @@ class Worker:
         port = free_port(server.host, server.port)
         speculation, tap, load = None, None, None
         if drafter is not None:
-            layer_ids = Manifest.load(drafter).layer_ids
-            self._serving = verify_checkpoint(drafter, target_identity(self._target), layer_ids)
+            self._serving = verify_checkpoint(drafter, target_identity(self._target))
             speculation = Speculation(drafter, self._serving.version, self._serving.kind)
             tap = self._open_tap(speculation.algorithm)
             load = load_settings(self._config, speculation, self.load_folder)
@@ -111,7 +110,7 @@ class Worker:
         """
         client = ServerClient(url)
         folder = drafter_of(client)
-        self._serving = verify_checkpoint(folder, target_identity(self._target), Manifest.load(folder).layer_ids)
+        self._serving = verify_checkpoint(folder, target_identity(self._target))
         process = server_behind(url)
         self._load_folder = load_folder_of(process)
         self._collector = Collector(ring_of(process), self._config.capture.buffer_mib * _MIB)
