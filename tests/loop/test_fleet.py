@@ -11,13 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 from chaos_runs import Chaos
-from clients import Clients, Question, clear_questions
-from fleet_run import FleetRun
+from clients import Clients, Question
+from fleet_run import FleetRun, Remains
 from load_runs import swaps_under_load
-from processes import marked, shared_memory
 from tiny_fleet import Drafters, fleet_config, make_drafters
 from tiny_llama import TinyTarget
 
@@ -30,17 +28,11 @@ from draftloop.refresher.control import CONTROL_FILE
 pytestmark = pytest.mark.timeout(1200)
 
 CLIENTS = 4
-ANSWER_TOKENS = 24
 
 
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("fleet")
-
-
-@pytest.fixture(scope="module")
-def questions(target: TinyTarget) -> list[Question]:
-    return clear_questions(target, 8, ANSWER_TOKENS, seed=7)
 
 
 @pytest.fixture(scope="module")
@@ -163,11 +155,8 @@ def test_scaling_down_fails_no_request_and_stopping_leaves_nothing(fleet: FleetR
         fleet.ask("scale", {"workers": 1})
         fleet.wait_until(lambda: fleet.converged() and len(fleet.processes("worker")) == 1)
     assert (clients.outcome.wrong, clients.outcome.failures) == (0, 0)
-    ours = [process for kind in ("worker", "router", "trainer", "controller") for process in fleet.processes(kind)]
-    memory = {path for path in shared_memory(marked(fleet.mark)) if path.name.startswith("draftloop-")}
-    assert memory, "the ring was never seen: nothing is proven by its absence"
+    remains = Remains(fleet)
     assert fleet.stop_controller() == 0
-    _, alive = psutil.wait_procs(ours, timeout=15)
-    assert alive == []
-    assert [path for path in memory if path.exists()] == []
+    assert remains.alive(within_s=15) == []
+    assert remains.files() == []
     assert not (fleet.folder / CONTROL_FILE).exists()

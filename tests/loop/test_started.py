@@ -22,9 +22,9 @@ import psutil
 import pytest
 import ray
 import yaml
-from clients import Clients, Question, clear_questions
-from fleet_run import FleetRun, RayCluster
-from processes import marked, new_mark, shared_memory
+from clients import Clients, Question
+from fleet_run import RAY_ENVIRONMENT, FleetRun, RayCluster, Remains
+from processes import marked, new_mark
 from ray.util.placement_group import placement_group_table
 from tiny_fleet import fleet_config
 from tiny_llama import TinyTarget
@@ -42,7 +42,6 @@ from draftloop.sglang.server import free_port
 pytestmark = pytest.mark.timeout(600)
 
 CLIENTS = 4
-ANSWER_TOKENS = 24
 GONE_WITHIN_S = 60.0
 JOB_RUNS_WITHIN_S = 120.0
 
@@ -50,11 +49,6 @@ JOB_RUNS_WITHIN_S = 120.0
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("started")
-
-
-@pytest.fixture(scope="module")
-def questions(target: TinyTarget) -> list[Question]:
-    return clear_questions(target, 8, ANSWER_TOKENS, seed=7)
 
 
 @pytest.fixture(scope="module")
@@ -75,23 +69,13 @@ def command(*arguments: str) -> str:
     return done.output.strip()
 
 
-class Remains:
-    """What must be gone once a run has stopped: its processes, the Ray cluster's own aside, and their memory."""
-
-    def __init__(self, run: FleetRun) -> None:
-        kinds = ("worker", "router", "trainer", "controller", "heir")
-        self.processes = [process for kind in kinds for process in run.processes(kind)]
-        self.memory = {path for path in shared_memory(marked(run.mark)) if path.name.startswith("draftloop-")}
-        assert self.memory, "the ring was never seen: nothing is proven by its absence"
-
-    def check(self) -> None:
-        _, alive = psutil.wait_procs(self.processes, timeout=GONE_WITHIN_S)
-        assert alive == []
-        # A worker releases its ring after its server has gone.
-        deadline = time.monotonic() + GONE_WITHIN_S
-        while left := [path for path in self.memory if path.exists()]:
-            assert time.monotonic() < deadline, left
-            time.sleep(0.1)
+def assert_gone(remains: Remains) -> None:
+    assert remains.alive(GONE_WITHIN_S) == []
+    # A worker releases its ring after its server has gone.
+    deadline = time.monotonic() + GONE_WITHIN_S
+    while left := remains.files():
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
 
 
 def test_a_fleet_that_only_serves(scratch: Path, config: dict[str, Any], questions: list[Question]) -> None:
@@ -104,7 +88,7 @@ def test_a_fleet_that_only_serves(scratch: Path, config: dict[str, Any], questio
         assert (status["rollout"]["promoted"], status["captured"]["records"] > 0) == ("v0", True)
         remains = Remains(run)
         assert command("stop", "--out", str(run.folder)) == "stopped"
-        remains.check()
+        assert_gone(remains)
         with pytest.raises(ServerError, match="no controller runs"):
             run.ask("status")
 
@@ -213,8 +197,7 @@ class JobRun(FleetRun):
     def _ray_job(self, *arguments: str) -> str:
         assert self._cluster is not None
         words = [f"{sys.prefix}/bin/ray", "job", arguments[0], "--address", self._cluster.dashboard, *arguments[1:]]
-        environment = os.environ | {"RAY_AUTH_MODE": "disabled"}
-        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(words, env=os.environ | RAY_ENVIRONMENT, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -244,7 +227,7 @@ class JobRun(FleetRun):
         """Named actors, and reserved rooms."""
         assert self._cluster is not None
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("RAY_AUTH_MODE", "disabled")
+            patch.setenv("RAY_AUTH_MODE", RAY_ENVIRONMENT["RAY_AUTH_MODE"])
             ray.init(self._cluster.address, log_to_driver=False)
         try:
             rooms = [group["name"] for group in placement_group_table().values() if group["state"] != "REMOVED"]
@@ -272,7 +255,7 @@ def test_a_ray_job_ends_whole_also_when_ray_does_not_wait(
             time.sleep(0.01)
         with contextlib.suppress(psutil.Error):
             controller.send_signal(signal.SIGKILL)
-        remains.check()
+        assert_gone(remains)
         while run.processes("heir"):
             time.sleep(0.1)
         assert "router" in (run.folder / "heir.log").read_text(), "it was the heir that ended them"

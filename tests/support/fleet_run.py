@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import psutil
 import yaml
-from processes import marked, new_mark
+from processes import marked, new_mark, shared_memory
 from ray.cluster_utils import Cluster
 
 from draftloop.core.errors import ServerError
@@ -210,3 +210,22 @@ class FleetRun:
         if kind == "controller" and self._controller is not None:
             self._controller.wait()
         return bool(found)
+
+
+class Remains:
+    """What must be gone once a run has stopped: its processes, the Ray cluster's own aside, and their memory."""
+
+    def __init__(self, run: FleetRun) -> None:
+        kinds = ("worker", "router", "trainer", "controller", "heir")
+        self.processes = [process for kind in kinds for process in run.processes(kind)]
+        self.memory = {path for path in shared_memory(marked(run.mark)) if path.name.startswith("draftloop-")}
+        assert self.memory, "the ring was never seen: nothing is proven by its absence"
+
+    def alive(self, within_s: float) -> list[psutil.Process]:
+        """The processes that have not ended within `within_s`."""
+        alive: list[psutil.Process] = psutil.wait_procs(self.processes, timeout=within_s)[1]
+        return alive
+
+    def files(self) -> list[Path]:
+        """The memory that is still there."""
+        return [path for path in self.memory if path.exists()]
